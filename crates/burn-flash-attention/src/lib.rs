@@ -1,0 +1,3 @@
+//! Exact blockwise (flash) attention for Burn tensors, forward and backward.
+
+mod composed;

@@ -1,0 +1,21 @@
+//! What exact attention computes, apart from any device that computes it.
+//!
+//! - [`Problem`] checks shapes and options once; everything downstream trusts it.
+//! - [`visibility`] and [`score`] hold the one definition of which keys a query sees and how a
+//!   score is formed. Kernels and host code call the same functions.
+//! - [`reference`] is the textbook computation in `f64`, forward and backward.
+//! - [`ledger`] shows the block recurrence of flash attention step by step.
+//!
+//! Shapes are `[batch, heads, seq_q, head_dim]` for queries, `[batch, kv_heads, seq_kv, head_dim]`
+//! for keys and `[batch, kv_heads, seq_kv, value_dim]` for values throughout.
+
+pub mod error;
+pub mod ledger;
+pub mod problem;
+pub mod reference;
+pub mod score;
+pub mod visibility;
+
+pub use error::{ProblemError, Reason};
+pub use problem::{Alignment, Dtype, ElementType, Operand, Operands, Options, Problem, Window};
+pub use visibility::Band;
