@@ -1,1 +1,112 @@
-//! Placeholder.
+//! The device matrix: every test runs on every device that is compiled in and found.
+//!
+//! `FLASH_ATTENTION_DEVICES=vulkan,flex` restricts the run to the devices named; one that is named
+//! and absent fails. `FLASH_ATTENTION_GRID=full` widens the grid to the complete products.
+//!
+//! ```sh
+//! cargo test -p flash-attention-tests --no-default-features --features vulkan
+//! ```
+
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_flash_attention::{DeviceReport, devices};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use std::env;
+
+/// The devices a run covers, in the order they were found.
+///
+/// # Panics
+/// If none is there, or `FLASH_ATTENTION_DEVICES` names one that is absent.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// let names: Vec<_> = flash_attention_tests::selected_devices()
+///     .into_iter()
+///     .map(|report| report.name)
+///     .collect();
+/// assert!(!names.is_empty());
+/// # }
+/// ```
+pub fn selected_devices() -> Vec<DeviceReport> {
+    let found = devices();
+    let selected = match env::var("FLASH_ATTENTION_DEVICES") {
+        Ok(names) => select(found, &names, |report| &report.name),
+        Err(_) => Ok(found),
+    };
+    match selected {
+        Ok(selected) if selected.is_empty() => panic!("no device was compiled in and found"),
+        Ok(selected) => selected,
+        Err(message) => panic!("{message}"),
+    }
+}
+
+/// Those of `found` that `names`, separated by commas, name; or which name is absent.
+fn select<T>(found: Vec<T>, names: &str, name_of: impl Fn(&T) -> &str) -> Result<Vec<T>, String> {
+    let names: Vec<&str> = names.split(',').map(str::trim).collect();
+    let there: Vec<&str> = found.iter().map(&name_of).collect();
+    if let Some(absent) = names.iter().find(|name| !there.contains(name)) {
+        return Err(format!(
+            "FLASH_ATTENTION_DEVICES names {absent:?}, found {}",
+            there.join(", ")
+        ));
+    }
+    Ok(found
+        .into_iter()
+        .filter(|device| names.contains(&name_of(device)))
+        .collect())
+}
+
+/// Whether `FLASH_ATTENTION_GRID` asks for the complete products.
+///
+/// # Panics
+/// If it holds anything but `full` or `small`.
+pub fn full_grid() -> bool {
+    match env::var("FLASH_ATTENTION_GRID").as_deref() {
+        Ok("full") => true,
+        Ok("small") | Err(_) => false,
+        Ok(other) => panic!("FLASH_ATTENTION_GRID is {other:?}, expected full or small"),
+    }
+}
+
+/// An `f32` tensor of numbers between -1 and 1, the same for the same seed on every device.
+pub fn uniform<const D: usize>(shape: [usize; D], seed: u64, device: &Device) -> Tensor<D> {
+    let mut rng = StdRng::seed_from_u64(seed);
+    let len = shape.iter().product();
+    let values: Vec<f32> = (0..len).map(|_| rng.random_range(-1.0..1.0)).collect();
+    Tensor::from_data(TensorData::new(values, shape), (device, DType::F32))
+}
+
+/// Relative Frobenius distance of `got` to `expected`; infinite where either holds NaN.
+pub fn relative_error<const D: usize>(got: Tensor<D>, expected: Tensor<D>) -> f64 {
+    assert_eq!(got.dims(), expected.dims());
+    let (got, expected) = (got.into_data(), expected.into_data());
+    let (mut error, mut size) = (0.0, 0.0);
+    for (got, expected) in got.iter::<f64>().zip(expected.iter::<f64>()) {
+        error += (got - expected).powi(2);
+        size += expected.powi(2);
+    }
+    let relative = (error / size).sqrt();
+    if relative.is_nan() {
+        f64::INFINITY
+    } else {
+        relative
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Catches a misspelt device that silently selects nothing.
+    #[test]
+    fn a_named_device_must_be_there() {
+        let found = || vec!["flex", "vulkan", "vulkan:1"];
+        let select = |names| select(found(), names, |name| name);
+        assert_eq!(select("vulkan, flex"), Ok(vec!["flex", "vulkan"]));
+        assert_eq!(
+            select("flex,cuda"),
+            Err("FLASH_ATTENTION_DEVICES names \"cuda\", found flex, vulkan, vulkan:1".into())
+        );
+        assert!(select("").is_err());
+    }
+}

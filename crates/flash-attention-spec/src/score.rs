@@ -1,6 +1,8 @@
 //! How a score is formed, and its derivative beside it.
 //!
 //! In order: `scale * (q . k)`, the soft cap, the bias. Host and kernels call the same functions.
+// The attribute that makes a function callable from kernels adds undocumented items beside it.
+#![cfg_attr(feature = "cube", allow(missing_docs))]
 
 #[cfg(feature = "cube")]
 use cubecl::prelude::*;

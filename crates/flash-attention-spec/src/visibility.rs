@@ -4,6 +4,8 @@
 //! `i + offset - left ..= i + offset + right`. The predicates are plain integer functions that
 //! CubeCL kernels call too, so that there is one definition for every device.
 //! Rules that look at single elements (the mask) are intersected with the band by the caller.
+// The attribute that makes a function callable from kernels adds undocumented items beside it.
+#![cfg_attr(feature = "cube", allow(missing_docs))]
 
 use crate::problem::{Alignment, Options};
 #[cfg(feature = "cube")]

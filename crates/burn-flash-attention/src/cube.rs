@@ -1,0 +1,146 @@
+//! Burn's CubeCL tensors to kernel bindings and back.
+
+use crate::ops::{FlashAttentionOps, MaybeBool, MaybeFloat, OperandGradients, Wanted};
+use burn::backend::cubecl::dtype_to_elem_type;
+use burn::backend::tensor::FloatTensor;
+use burn::tensor::{DType, Device, Shape};
+use burn::backend::DispatchDevice;
+use burn_cubecl::CubeBackend;
+use burn_cubecl::kernel::untile;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::server::Handle;
+use flash_attention_spec::Problem;
+use kernels_cubecl::device::Device as Limits;
+use kernels_cubecl::plan::{Blueprint, plan};
+use kernels_cubecl::portable;
+
+/// The limits of a CubeCL device; none for other backends.
+pub(crate) fn limits(device: &Device) -> Option<Limits> {
+    fn inner(device: &DispatchDevice) -> Option<Limits> {
+        match device {
+            DispatchDevice::Cube(device) => Some(Limits::read(&device.client())),
+            #[cfg(feature = "autodiff")]
+            DispatchDevice::Autodiff(device) => inner(&device.clone().inner()),
+            #[allow(unreachable_patterns)]
+            _ => None,
+        }
+    }
+    inner(device.as_dispatch())
+}
+
+impl FlashAttentionOps for CubeBackend {
+    fn attention_forward(
+        query: FloatTensor<Self>,
+        key: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        mask: MaybeBool<Self>,
+        bias: MaybeFloat<Self>,
+        problem: Problem,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let like = query.clone();
+        let operands = operands(query, key, value, mask, bias);
+        let (output, statistics) = portable::attention_forward(
+            &like.client,
+            &problem,
+            &blueprint(&like, &problem),
+            operands,
+        );
+        (
+            packed(&like, problem.output_shape(), output, like.dtype),
+            packed(
+                &like,
+                crate::ops::statistics_shape(&problem),
+                statistics,
+                DType::F32,
+            ),
+        )
+    }
+
+    fn attention_backward(
+        query: FloatTensor<Self>,
+        key: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        mask: MaybeBool<Self>,
+        bias: MaybeFloat<Self>,
+        output: FloatTensor<Self>,
+        statistics: FloatTensor<Self>,
+        output_gradient: FloatTensor<Self>,
+        lse_gradient: MaybeFloat<Self>,
+        problem: Problem,
+        wanted: Wanted,
+    ) -> OperandGradients<Self> {
+        let like = query.clone();
+        let gradients = portable::attention_backward(
+            &like.client,
+            &problem,
+            &blueprint(&like, &problem),
+            operands(query, key, value, mask, bias),
+            untile(output).binding(),
+            statistics.handle,
+            untile(output_gradient).binding(),
+            lse_gradient
+                .into_option()
+                .map(|gradient| untile(gradient).binding()),
+            portable::Wanted {
+                query: wanted.query,
+                key: wanted.key,
+                value: wanted.value,
+                bias: wanted.bias,
+            },
+        );
+        let Problem {
+            batch,
+            heads,
+            kv_heads,
+            seq_q,
+            seq_kv,
+            head_dim,
+            value_dim,
+            ..
+        } = problem;
+        let float = |gradient: Option<Handle>, shape: [usize; 4]| {
+            MaybeFloat::from(gradient.map(|handle| packed(&like, shape, handle, like.dtype)))
+        };
+        OperandGradients {
+            query: float(gradients.query, [batch, heads, seq_q, head_dim]),
+            key: float(gradients.key, [batch, kv_heads, seq_kv, head_dim]),
+            value: float(gradients.value, [batch, kv_heads, seq_kv, value_dim]),
+            bias: float(gradients.bias, problem.bias.unwrap_or([0; 4])),
+        }
+    }
+}
+
+/// The public functions have asked for this plan before; asking again is pure arithmetic.
+fn blueprint(like: &CubeTensor, problem: &Problem) -> Blueprint {
+    plan(problem, &Limits::read(&like.client)).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn operands(
+    query: CubeTensor,
+    key: CubeTensor,
+    value: CubeTensor,
+    mask: MaybeBool<CubeBackend>,
+    bias: MaybeFloat<CubeBackend>,
+) -> portable::Operands {
+    portable::Operands {
+        query: untile(query).binding(),
+        key: untile(key).binding(),
+        value: untile(value).binding(),
+        mask: mask.into_option().map(|mask| {
+            let element = dtype_to_elem_type(mask.dtype);
+            (untile(mask).binding(), element)
+        }),
+        bias: bias.into_option().map(|bias| untile(bias).binding()),
+    }
+}
+
+/// A packed tensor on the device of `like`.
+fn packed(like: &CubeTensor, shape: [usize; 4], handle: Handle, dtype: DType) -> CubeTensor {
+    CubeTensor::new_contiguous(
+        like.client.clone(),
+        like.device.clone(),
+        Shape::new(shape),
+        handle,
+        dtype,
+    )
+}

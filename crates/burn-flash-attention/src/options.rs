@@ -1,0 +1,177 @@
+//! The options of a call, and their translation to a checked problem.
+
+use crate::devices::{self, DTYPES};
+use crate::error::AttentionError;
+use crate::ops::{MaybeBool, MaybeFloat};
+use burn::backend::Dispatch;
+use burn::tensor::{Bool, DType, Device, Tensor};
+use flash_attention_spec::{
+    Alignment, Dtype, ElementType, Operand, Operands, Options, Problem, Window,
+};
+
+/// Options of a call; the default is plain attention over all keys.
+///
+/// A score is formed in this order: `scale * (q . k)`, the soft cap, the bias; then keys that are
+/// not visible leave the sum. `mask`, `causal` and `window` intersect.
+///
+/// ```
+/// use burn_flash_attention::AttentionOptions;
+///
+/// let options = AttentionOptions::new().causal().window(Some(1024), None).softcap(50.0);
+/// assert!(options.causal);
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct AttentionOptions {
+    /// Broadcasts to `[batch, heads, seq_q, seq_kv]`; **true hides**.
+    pub mask: Option<Tensor<4, Bool>>,
+    /// Added to the scores; broadcasts to `[batch, heads, seq_q, seq_kv]`, element type as query.
+    pub bias: Option<Tensor<4>>,
+    /// Factor on `q . k`; `1 / sqrt(head_dim)` where `None`.
+    pub scale: Option<f64>,
+    /// Caps scores softly: `c * tanh(score / c)`, before the bias.
+    pub softcap: Option<f64>,
+    /// Hides keys after the query's position.
+    pub causal: bool,
+    /// Where the diagonal of `causal` and `window` lies when lengths differ.
+    pub alignment: Alignment,
+    /// Sliding window around the query's position.
+    pub window: Window,
+}
+
+impl AttentionOptions {
+    /// Plain attention.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Hides keys where `mask` is true; each dimension is 1 or that of
+    /// `[batch, heads, seq_q, seq_kv]`.
+    pub fn mask(mut self, mask: Tensor<4, Bool>) -> Self {
+        self.mask = Some(mask);
+        self
+    }
+
+    /// Adds `bias` to the scores; each dimension is 1 or that of `[batch, heads, seq_q, seq_kv]`.
+    pub fn bias(mut self, bias: Tensor<4>) -> Self {
+        self.bias = Some(bias);
+        self
+    }
+
+    /// Replaces the default scale `1 / sqrt(head_dim)`.
+    pub fn scale(mut self, scale: f64) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// Caps scores softly at `softcap > 0`.
+    pub fn softcap(mut self, softcap: f64) -> Self {
+        self.softcap = Some(softcap);
+        self
+    }
+
+    /// Hides later keys; the last query lines up with the last key.
+    pub fn causal(mut self) -> Self {
+        self.causal = true;
+        self.alignment = Alignment::BottomRight;
+        self
+    }
+
+    /// Hides later keys; the first query lines up with the first key.
+    pub fn causal_top_left(mut self) -> Self {
+        self.causal = true;
+        self.alignment = Alignment::TopLeft;
+        self
+    }
+
+    /// Keeps `left` keys before and `right` keys after each query's position; `None` is unbounded.
+    pub fn window(mut self, left: Option<usize>, right: Option<usize>) -> Self {
+        self.window = Window { left, right };
+        self
+    }
+
+    /// The checked problem of a call with these options.
+    pub(crate) fn problem(
+        &self,
+        query: &Tensor<4>,
+        key: &Tensor<4>,
+        value: &Tensor<4>,
+    ) -> Result<Problem, AttentionError> {
+        let operands = Operands {
+            query: operand(query),
+            key: operand(key),
+            value: operand(value),
+            mask: self
+                .mask
+                .as_ref()
+                .map(|mask| Operand::new(mask.dims(), ElementType::Bool)),
+            bias: self.bias.as_ref().map(operand),
+        };
+        let problem = Problem::new(
+            &operands,
+            &Options {
+                scale: self.scale,
+                softcap: self.softcap,
+                causal: self.causal,
+                alignment: self.alignment,
+                window: self.window,
+            },
+        )?;
+        let device = query.device();
+        let others = [
+            ("key", Some(key.device())),
+            ("value", Some(value.device())),
+            ("mask", self.mask.as_ref().map(Tensor::device)),
+            ("bias", self.bias.as_ref().map(Tensor::device)),
+        ];
+        for (operand, other) in others {
+            if let Some(other) = other
+                && other != device
+            {
+                return Err(AttentionError::Device {
+                    operand,
+                    given: format!("{other:?}"),
+                    expected: format!("{device:?}"),
+                });
+            }
+        }
+        check_device(&problem, &device)?;
+        Ok(problem)
+    }
+
+    /// Mask and bias as the extension op takes them.
+    pub(crate) fn operands(&self) -> (MaybeBool<Dispatch>, MaybeFloat<Dispatch>) {
+        let mask = self.mask.clone().map(Tensor::into_dispatch);
+        let bias = self.bias.clone().map(Tensor::into_dispatch);
+        (mask.into(), bias.into())
+    }
+}
+
+fn check_device(problem: &Problem, device: &Device) -> Result<(), AttentionError> {
+    if !device.supports_dtype(devices::burn_dtype(problem.dtype)) {
+        let has: Vec<String> = DTYPES
+            .into_iter()
+            .filter(|&dtype| device.supports_dtype(devices::burn_dtype(dtype)))
+            .map(|dtype| dtype.to_string())
+            .collect();
+        return Err(AttentionError::Dtype {
+            given: problem.dtype,
+            device: format!("{device:?}"),
+            expected: has.join(", "),
+        });
+    }
+    #[cfg(feature = "cube")]
+    if let Some(limits) = crate::cube::limits(device) {
+        kernels_cubecl::plan::plan(problem, &limits)?;
+    }
+    Ok(())
+}
+
+fn operand(tensor: &Tensor<4>) -> Operand {
+    let element = match tensor.dtype() {
+        DType::F32 => Dtype::F32.into(),
+        DType::F16 => Dtype::F16.into(),
+        DType::BF16 => Dtype::BF16.into(),
+        other => ElementType::Other(format!("{other:?}").to_lowercase()),
+    };
+    Operand::new(tensor.dims(), element)
+}

@@ -1,0 +1,366 @@
+//! The grid: one function for each kind of fault that attention kernels have shipped with.
+
+use super::products;
+use super::{
+    Bias, Broadcast, Case, Draw, FULL, GradientLayout, Layout, Loss, Mask, PER_SCORE, Wanted,
+};
+use flash_attention_spec::Dtype;
+
+/// Every case. `full` adds the complete products of lengths, head dims, options, broadcasts and
+/// layouts to the small grid, which touches every kind of fault at shapes a software GPU can run.
+///
+/// ```
+/// let small = flash_attention_check::grid(false);
+/// let full = flash_attention_check::grid(true);
+/// assert!(small.len() < full.len());
+/// assert!(small.iter().all(|case| full.iter().any(|other| other.name == case.name)));
+/// ```
+pub fn grid(full: bool) -> Vec<Case> {
+    let mut cases = Vec::new();
+    cases.extend(alignment());
+    cases.extend(rows_without_keys());
+    cases.extend(large_bias());
+    cases.extend(first_keys_hidden());
+    cases.extend(poison());
+    cases.extend(keys_without_rows());
+    cases.extend(block_bounds());
+    cases.extend(windows());
+    cases.extend(layouts());
+    cases.extend(grouped_heads());
+    cases.extend(gradient_subsets());
+    cases.extend(number_range());
+    cases.extend(empty());
+    cases.extend(log_sum_exp());
+    cases.extend(products::options());
+    cases.extend(products::lengths());
+    cases.extend(products::head_dims());
+    cases.extend(products::broadcasts());
+    if full {
+        cases.extend(products::all_options());
+        cases.extend(products::all_lengths());
+        cases.extend(products::all_head_dims());
+        cases.extend(products::all_broadcasts());
+        cases.extend(products::all_layouts());
+    }
+    cases.into_iter().map(Case::with_enough_rows).collect()
+}
+
+fn alignment() -> Vec<Case> {
+    let catches = "The causal diagonal sits on the wrong key when the lengths differ.";
+    let wide = || Case::new("causal 2x5 bottom-right", catches, [1, 2, 2, 2, 5, 8, 8]).causal();
+    let tall = || Case::new("causal 5x2 bottom-right", catches, [1, 2, 2, 5, 2, 8, 8]).causal();
+    let named = |name: &str, case: Case| Case {
+        name: name.into(),
+        ..case
+    };
+    vec![
+        wide(),
+        named("causal 2x5 top-left", wide().top_left()),
+        tall(),
+        named("causal 5x2 top-left", tall().top_left()),
+    ]
+}
+
+fn rows_without_keys() -> Vec<Case> {
+    let catches = "A row that sees nothing divides 0 by 0, or leaks into the rows that see keys.";
+    let case = |name: &str, seq_q, seq_kv| {
+        let name = format!("nothing visible: {name}");
+        Case::new(name, catches, [1, 2, 1, seq_q, seq_kv, 8, 8]).loss(Loss::Both)
+    };
+    let infinite = |keys| Bias::Keys(keys, f64::NEG_INFINITY);
+    let window = (Some(1), Some(1));
+    vec![
+        case("causal", 5, 2).causal(),
+        case("window", 9, 4).window(window.0, window.1).top_left(),
+        case("mask", 6, 7).mask(Mask::Rows(1..4)),
+        case("bias", 6, 7).bias(Bias::Rows(1..4, f64::NEG_INFINITY)),
+        case("causal and mask", 6, 6).causal().mask(Mask::Keys(0..2)),
+        case("causal and bias", 6, 6).causal().bias(infinite(0..2)),
+        case("causal and window", 9, 4)
+            .causal()
+            .window(Some(2), None)
+            .top_left(),
+        case("window and mask", 9, 9)
+            .window(window.0, window.1)
+            .mask(Mask::Keys(3..8)),
+        case("window and bias", 9, 9)
+            .window(window.0, window.1)
+            .bias(infinite(3..8)),
+        case("mask and bias, every row", 3, 6)
+            .mask(Mask::Keys(0..3))
+            .bias(infinite(3..6)),
+        case("mask, whole blocks of rows", 70, 70).mask(Mask::Rows(10..68)),
+        case("soft cap and mask", 6, 7)
+            .softcap(2.0)
+            .mask(Mask::Rows(1..4)),
+    ]
+}
+
+fn large_bias() -> Vec<Case> {
+    let catches = "A finite stand-in for minus infinity takes a large bias for a hidden key.";
+    const WIDE_EXPONENT: &[Dtype] = &[Dtype::F32, Dtype::BF16];
+    // Scores of whole quarters stay exact in f32 beside a bias of a million, so that the output
+    // must not move at all.
+    let case = |value: f64| {
+        let name = format!("bias {value:e} on whole rows");
+        Case::new(name, catches, [1, 2, 2, 5, 37, 16, 8])
+            .draw(Draw::WholeNumbers)
+            .bias(Bias::Rows(1..4, value))
+            .loss(Loss::Both)
+    };
+    vec![
+        case(-2e4),
+        case(-6e4),
+        case(-1e6).dtypes(WIDE_EXPONENT),
+        case(6e4),
+    ]
+}
+
+fn first_keys_hidden() -> Vec<Case> {
+    let catches = "Leading key blocks without a visible key rescale by exp(-inf + inf).";
+    let case = |name: &str| {
+        let name = format!("first keys hidden: {name}");
+        Case::new(name, catches, [1, 1, 1, 3, 200, 8, 8]).loss(Loss::Both)
+    };
+    vec![
+        case("mask").mask(Mask::Keys(0..128)),
+        case("bias").bias(Bias::Keys(0..128, f64::NEG_INFINITY)),
+        case("last by mask").mask(Mask::Keys(72..200)),
+        case("window").window(Some(40), Some(0)),
+    ]
+}
+
+fn poison() -> Vec<Case> {
+    let hidden = "A NaN or infinity in a hidden key or value is multiplied by 0 and spreads.";
+    let partly = "A key block skips the select because some of its queries see the poisoned key.";
+    let padding = "A tail reads past the end of a view into the NaN that lies behind it.";
+    let (nan, infinity) = (f64::NAN, f64::INFINITY);
+    let shape = [1, 2, 1, 9, 38, 8, 8];
+    let square = [1, 2, 1, 70, 70, 8, 8];
+    vec![
+        Case::new("NaN hidden by mask", hidden, shape)
+            .mask(Mask::Keys(3..5))
+            .poison(3..5, nan),
+        Case::new("infinity hidden by mask", hidden, shape)
+            .mask(Mask::Keys(30..38))
+            .poison(30..38, infinity)
+            .softcap(3.0),
+        Case::new("NaN in bias and keys hidden by mask", hidden, shape)
+            .mask(Mask::Keys(3..5))
+            .poison(3..5, nan)
+            .bias(Bias::NanOnKeys(3..5)),
+        Case::new("NaN outside of the window", hidden, [1, 2, 1, 5, 38, 8, 8])
+            .window(Some(3), Some(3))
+            .poison(0..30, nan),
+        Case::new("NaN past the causal diagonal", hidden, [1, 2, 1, 9, 38, 8, 8])
+            .causal()
+            .top_left()
+            .poison(9..38, nan),
+        Case::new("NaN that causal shows to some queries", partly, square)
+            .causal()
+            .poison(40..42, nan),
+        Case::new("infinity that causal shows to some queries", partly, square)
+            .causal()
+            .poison(40..41, infinity),
+        Case::new("NaN that a window shows to some queries", partly, square)
+            .causal()
+            .window(Some(5), None)
+            .poison(20..21, nan),
+        Case::new("NaN that a mask shows to some queries", partly, square)
+            .mask(Mask::Later)
+            .window(Some(5), None)
+            .poison(20..21, nan),
+        Case::new("38 keys of 64, NaN behind", padding, shape).layout(Layout::LongerBuffer),
+        Case::new("38 keys of 64, NaN behind, mask and bias", padding, shape)
+            .layout(Layout::LongerBuffer)
+            .mask(Mask::Random(FULL))
+            .bias(Bias::Normal(FULL))
+            .causal(),
+    ]
+}
+
+fn keys_without_rows() -> Vec<Case> {
+    let catches = "Gradients of keys that no query sees keep what memory held before.";
+    let case = |name: &str| {
+        let name = format!("keys nobody sees: {name}");
+        Case::new(name, catches, [1, 1, 1, 3, 8, 8, 8])
+    };
+    vec![
+        case("mask").mask(Mask::Later),
+        case("causal").causal().top_left(),
+        case("window").window(Some(0), Some(1)).top_left(),
+        case("bias")
+            .mask(Mask::Later)
+            .bias(Bias::Normal(PER_SCORE)),
+    ]
+}
+
+fn block_bounds() -> Vec<Case> {
+    let catches = "A loop bound is wrong where a query block spans several key blocks.";
+    let case = |name: &str| {
+        let name = format!("192 positions: {name}");
+        Case::new(name, catches, [1, 1, 1, 192, 192, 16, 16])
+    };
+    vec![
+        case("all keys"),
+        case("causal").causal(),
+        case("window").window(Some(50), Some(20)),
+    ]
+}
+
+fn windows() -> Vec<Case> {
+    let catches = "A window is one key too wide or too narrow.";
+    let case = |left: Option<usize>, right: Option<usize>| {
+        let name = format!("window {left:?} {right:?} at 70 positions");
+        Case::new(name, catches, [1, 2, 1, 70, 70, 8, 8]).window(left, right)
+    };
+    vec![
+        // One key a row: dS is the difference of two equal sums.
+        case(Some(0), Some(0)).cancelling(&["dq", "dk"]),
+        case(Some(3), Some(0)),
+        case(Some(0), Some(3)),
+        case(Some(64), Some(64)),
+        case(None, Some(3)),
+        case(Some(3), None),
+    ]
+}
+
+fn layouts() -> Vec<Case> {
+    let catches = "An operand is read as if it were packed.";
+    let incoming = "The incoming gradient is read as if it were packed.";
+    let case = |name: &str, layout| {
+        let name = format!("layout: {name}");
+        let shape = [2, 2, 2, 19, 19, 8, 8];
+        Case::new(name, catches, shape).layout(layout)
+    };
+    let gradient = |name: &str, layout| {
+        let name = format!("incoming gradient: {name}");
+        let shape = [2, 3, 1, 19, 21, 8, 5];
+        Case::new(name, incoming, shape)
+            .loss(Loss::Plain)
+            .gradient_layout(layout)
+    };
+    let no_bias = Wanted {
+        bias: false,
+        ..Wanted::ALL
+    };
+    let masked = |case: Case| {
+        case.mask(Mask::Random([true, true, false, false]))
+            .bias(Bias::Normal([true, false, false, false]))
+    };
+    vec![
+        case("fused qkv", Layout::FusedQkv),
+        masked(case("swapped axes", Layout::SwappedAxes)),
+        masked(case("transposed", Layout::Transposed)),
+        masked(case("expanded", Layout::Expanded)).wanted(no_bias),
+        masked(case("longer buffer", Layout::LongerBuffer)),
+        gradient("swapped axes", GradientLayout::Swapped),
+        gradient("sum", GradientLayout::Sum),
+        gradient("sum, causal with lse", GradientLayout::Sum)
+            .causal()
+            .loss(Loss::Both),
+    ]
+}
+
+fn grouped_heads() -> Vec<Case> {
+    let catches = "A query head reads the wrong key head, or dk and dv miss part of their group.";
+    [1, 2, 3, 6]
+        .into_iter()
+        .map(|kv_heads| {
+            let name = format!("6 heads on {kv_heads} key heads");
+            let shape = [2, 6, kv_heads, 7, 11, 8, 8];
+            Case::new(name, catches, shape)
+                .causal()
+                .bias(Bias::Normal([false, false, true, false]))
+        })
+        .collect()
+}
+
+fn gradient_subsets() -> Vec<Case> {
+    let catches = "A gradient that is not wanted is computed, or one that is wanted is lost.";
+    (0..16_u8)
+        .map(|bits| {
+            let wants = |n: u8| bits & (1 << n) != 0;
+            let wanted = Wanted {
+                query: wants(0),
+                key: wants(1),
+                value: wants(2),
+                bias: wants(3),
+            };
+            let name = format!(
+                "gradients wanted: q {} k {} v {} bias {}",
+                wanted.query, wanted.key, wanted.value, wanted.bias
+            );
+            Case::new(name, catches, [1, 2, 1, 7, 9, 8, 8])
+                .bias(Bias::Normal([true, false, false, false]))
+                .wanted(wanted)
+        })
+        .collect()
+}
+
+fn number_range() -> Vec<Case> {
+    let overflow = "A 16-bit sum overflows although its result is in range.";
+    let saturated = "tanh of a large score is computed as a quotient of infinities.";
+    let large = "One f32 log-sum-exp is too coarse to rebuild probabilities of large scores.";
+    const F32: &[Dtype] = &[Dtype::F32];
+    const SIXTEEN_BIT: &[Dtype] = &[Dtype::F16, Dtype::BF16];
+    let equal = |value: f64| {
+        let name = format!("50 equal keys of {value}");
+        // All probabilities are 1/50. dq adds up terms that cancel, as the keys are the same.
+        Case::new(name, large, [1, 1, 1, 5, 50, 16, 16])
+            .draw(Draw::Equal(value))
+            .dtypes(F32)
+            .cancelling(&["dq"])
+            .loss(Loss::Both)
+    };
+    vec![
+        // The gradient of each probability is g . v = 60,000, the same for every key.
+        Case::new("values of 30000", overflow, [1, 1, 1, 8, 64, 8, 2])
+            .draw(Draw::FlatScores(30000.0))
+            .dtypes(SIXTEEN_BIT)
+            .gradient_layout(GradientLayout::Sum)
+            .cancelling(&["dq", "dk"]),
+        Case::new("scores of 10000 under a cap of 50", saturated, [1, 2, 1, 8, 37, 16, 8])
+            .draw(Draw::Signs(25.0))
+            .scale(1.0)
+            .softcap(50.0),
+        Case::new("scores around a cap of 1", saturated, [1, 2, 1, 8, 37, 16, 8])
+            .softcap(1.0)
+            .scale(4.0),
+        equal(1000.0),
+        equal(10000.0),
+    ]
+}
+
+fn empty() -> Vec<Case> {
+    let catches = "A launch without work fails, or leaves outputs unwritten.";
+    let case = |name: &str, shape| Case::new(format!("empty: {name}"), catches, shape);
+    vec![
+        case("batch 0", [0, 2, 1, 3, 4, 8, 8]),
+        case("no queries", [1, 2, 1, 0, 4, 8, 8]),
+        case("no keys", [1, 2, 1, 3, 0, 8, 8]).loss(Loss::Both),
+        case("no keys, causal", [2, 2, 2, 3, 0, 8, 5]).causal(),
+        case("nothing at all", [0, 1, 1, 0, 0, 8, 8]),
+        case("no keys, bias", [1, 2, 1, 3, 0, 8, 8]).bias(Bias::Normal([true, true, false, false])),
+        case("no queries, bias", [1, 2, 1, 0, 4, 8, 8])
+            .bias(Bias::Normal([true, true, true, false])),
+    ]
+}
+
+fn log_sum_exp() -> Vec<Case> {
+    let catches = "The gradient of lse is lost, or reaches values.";
+    let case = |name: &str, loss| {
+        let broadcast: Broadcast = [true, false, true, false];
+        let shape = [1, 4, 2, 35, 37, 8, 8];
+        Case::new(format!("loss: {name}"), catches, shape)
+            .loss(loss)
+            .bias(Bias::Normal(broadcast))
+    };
+    vec![
+        case("output by the plain call", Loss::Plain),
+        case("output, lse unused", Loss::Output),
+        case("lse alone", Loss::Lse),
+        case("lse alone, soft cap", Loss::Lse).softcap(2.0),
+        case("output and lse, causal", Loss::Both).causal(),
+    ]
+}

@@ -1,0 +1,32 @@
+//! Panics as errors: what no `Result` reports, a failing driver for example, is still one line.
+
+use crate::Outcome;
+use crate::report::one_line;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::{Mutex, PoisonError};
+
+/// The latest panic of any thread. A worker's is the cause of the one it makes its caller have.
+static LATEST: Mutex<Option<String>> = Mutex::new(None);
+
+fn replace(text: Option<String>) -> Option<String> {
+    let mut latest = LATEST.lock().unwrap_or_else(PoisonError::into_inner);
+    std::mem::replace(&mut latest, text)
+}
+
+/// Keeps the text of a panic for [`guard`] instead of printing it.
+pub fn keep_panics() {
+    panic::set_hook(Box::new(|info| {
+        let text = one_line(info.payload_as_str().unwrap_or("panic"));
+        let place = info.location().map(|place| format!(" ({place})"));
+        replace(Some(text + &place.unwrap_or_default()));
+    }));
+}
+
+/// Runs `work`, and returns a panic in it as an error.
+pub fn guard<T>(work: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
+    // Nothing that a panic could leave half done is used again: results are dropped with it.
+    panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
+        let text = replace(None);
+        Err(text.unwrap_or_else(|| "panic".to_string()).into())
+    })
+}

@@ -1,0 +1,53 @@
+//! `attn devices` and the help texts.
+
+use crate::attn::{error, json, stdout};
+
+#[test]
+#[cfg(feature = "flex")]
+fn flex_is_listed_with_what_serves_it() {
+    let devices = json("devices");
+    let listed = devices["devices"].as_array().unwrap();
+    let flex = listed
+        .iter()
+        .find(|device| device["name"] == "flex")
+        .unwrap();
+    assert_eq!(flex["compiler"], "rust");
+    assert_eq!(flex["forward_family"], "composed");
+    assert!(flex["dtypes"].as_array().unwrap().contains(&"f32".into()));
+    let text = stdout("devices");
+    assert!(
+        text.starts_with("flex\n") && text.contains("  forward         composed"),
+        "{text}"
+    );
+}
+
+#[test]
+#[cfg(not(feature = "metal"))]
+fn backends_that_are_left_out_are_listed_as_features() {
+    let devices = json("devices");
+    let absent = devices["not_compiled_in"].as_array().unwrap();
+    assert!(absent.contains(&"metal".into()));
+    assert!(stdout("devices").contains("Not compiled in, each a cargo feature:"));
+}
+
+#[test]
+fn help_is_there_for_every_subcommand() {
+    for (subcommand, says) in [
+        ("", "ledger"),
+        ("devices", "matrix-unit shapes"),
+        ("check", "two roundings"),
+        ("run", "sum(o * do) + sum(lse * dlse)"),
+        ("ledger", "alpha = exp(m - m')"),
+    ] {
+        let help = stdout(&format!("{subcommand} --help"));
+        let words = help.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(words.contains(says), "{help}");
+        assert!(help.contains("--json"), "{help}");
+    }
+}
+
+#[test]
+fn a_subcommand_is_required_and_known() {
+    assert!(error("").contains("subcommand"));
+    assert!(error("bench").contains("bench"));
+}

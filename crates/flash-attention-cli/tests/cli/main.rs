@@ -1,0 +1,9 @@
+//! The command line as a user runs it.
+
+mod attn;
+mod check;
+mod devices;
+mod ledger;
+mod run;
+mod run_errors;
+mod tensors;

@@ -1,0 +1,340 @@
+//! `attn run` on broken input: one line that names the culprit, and no file left behind.
+
+use crate::attn::error;
+use crate::tensors::{File, Stored, random, stored, write};
+use safetensors::tensor::Dtype;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use tempfile::TempDir;
+
+fn good() -> File {
+    BTreeMap::from([
+        ("q", random("q", Dtype::F32, &[1, 2, 3, 4])),
+        ("k", random("k", Dtype::F32, &[1, 2, 5, 4])),
+        ("v", random("v", Dtype::F32, &[1, 2, 5, 6])),
+        ("mask", stored(Dtype::BOOL, &[1, 1, 1, 5], [0.0; 5])),
+        ("bias", random("bias", Dtype::F32, &[1, 2, 3, 5])),
+        ("do", random("do", Dtype::F32, &[1, 2, 3, 6])),
+        ("dlse", random("dlse", Dtype::F32, &[1, 2, 3])),
+    ])
+}
+
+/// Runs on a file in a directory of its own, and checks that nothing else is in there afterwards.
+fn fails(directory: &TempDir, arguments: &str) -> String {
+    let path = directory.path().display();
+    let line = error(&format!(
+        "run --input {path}/in.safetensors --output {path}/out.safetensors {arguments}"
+    ));
+    assert_eq!(names(directory.path()), ["in.safetensors"], "{line}");
+    line
+}
+
+fn names(directory: &Path) -> Vec<String> {
+    let entries = fs::read_dir(directory).unwrap();
+    let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = names.collect();
+    names.sort();
+    names
+}
+
+fn directory_with(file: &File) -> TempDir {
+    let directory = tempfile::tempdir().unwrap();
+    write(&directory.path().join("in.safetensors"), file);
+    directory
+}
+
+/// The good file with one tensor exchanged.
+fn with(name: &'static str, tensor: Stored) -> File {
+    let mut file = good();
+    file.insert(name, tensor);
+    file
+}
+
+/// The good file with one number of a tensor exchanged.
+fn with_number(name: &'static str, at: usize, number: f32) -> File {
+    let mut file = good();
+    let bytes = &mut file.get_mut(name).unwrap().bytes;
+    bytes[4 * at..4 * at + 4].copy_from_slice(&number.to_le_bytes());
+    file
+}
+
+#[test]
+fn the_good_file_is_good() {
+    let directory = directory_with(&good());
+    let path = directory.path().display();
+    crate::attn::stdout(&format!(
+        "run --input {path}/in.safetensors --output {path}/out.safetensors --device reference"
+    ));
+    assert_eq!(
+        names(directory.path()),
+        ["in.safetensors", "out.safetensors"]
+    );
+}
+
+#[test]
+fn a_missing_tensor_is_named() {
+    for name in ["q", "k", "v"] {
+        let mut file = good();
+        file.remove(name);
+        let line = fails(&directory_with(&file), "--device reference");
+        assert!(
+            line.ends_with(&format!("tensor {name} is missing")),
+            "{line}"
+        );
+    }
+}
+
+#[test]
+fn a_misshapen_or_mistyped_tensor_is_named() {
+    let f32 = |shape: &[usize]| random("x", Dtype::F32, shape);
+    for (name, tensor, says) in [
+        (
+            "q",
+            f32(&[2, 3, 4]),
+            "tensor q: query has shape [2, 3, 4] with 3 dimensions",
+        ),
+        ("q", f32(&[1, 3, 3, 4]), "tensor q: query has 3 heads"),
+        (
+            "q",
+            f32(&[1, 2, 3, 0]),
+            "tensor k: key has head_dim 4, expected 0",
+        ),
+        (
+            "q",
+            random("x", Dtype::F64, &[1, 2, 3, 4]),
+            "tensor q: query has element type f64",
+        ),
+        (
+            "k",
+            f32(&[2, 2, 5, 4]),
+            "tensor k: key has batch 2, expected 1 as in query",
+        ),
+        (
+            "k",
+            f32(&[1, 2, 5, 3]),
+            "tensor k: key has head_dim 3, expected 4 as in query",
+        ),
+        (
+            "k",
+            random("x", Dtype::F16, &[1, 2, 5, 4]),
+            "tensor k: key has element type f16",
+        ),
+        (
+            "v",
+            f32(&[1, 2, 4, 6]),
+            "tensor v: value has seq_kv 4, expected 5 as in key",
+        ),
+        (
+            "v",
+            f32(&[1, 1, 5, 6]),
+            "tensor v: value has heads 1, expected 2 as in key",
+        ),
+        (
+            "v",
+            f32(&[1, 2, 5, 300]),
+            "tensor v: value has value_dim 300, expected 1 to 256",
+        ),
+        (
+            "mask",
+            stored(Dtype::BOOL, &[1, 1, 1, 4], [0.0; 4]),
+            "tensor mask: mask has shape",
+        ),
+        (
+            "mask",
+            f32(&[1, 1, 1, 5]),
+            "tensor mask: mask has element type f32",
+        ),
+        (
+            "mask",
+            stored(Dtype::U8, &[1, 1, 1, 5], [2.0; 5]),
+            "tensor mask holds the byte 2",
+        ),
+        (
+            "bias",
+            f32(&[1, 2, 2, 5]),
+            "tensor bias: bias has shape [1, 2, 2, 5]",
+        ),
+        (
+            "bias",
+            random("x", Dtype::BF16, &[1, 2, 3, 5]),
+            "tensor bias: bias has element type",
+        ),
+        (
+            "do",
+            f32(&[1, 2, 3, 5]),
+            "tensor do has shape [1, 2, 3, 5], expected [1, 2, 3, 6]",
+        ),
+        (
+            "do",
+            random("x", Dtype::F16, &[1, 2, 3, 6]),
+            "tensor do has element type f16",
+        ),
+        (
+            "dlse",
+            f32(&[1, 2, 3, 1]),
+            "tensor dlse has shape [1, 2, 3, 1]",
+        ),
+        (
+            "dlse",
+            random("x", Dtype::BF16, &[1, 2, 3]),
+            "tensor dlse has element type bf16",
+        ),
+    ] {
+        let line = fails(&directory_with(&with(name, tensor)), "--device reference");
+        assert!(line.contains(says), "{line}");
+    }
+}
+
+#[test]
+fn a_number_that_would_reach_the_result_is_named_with_its_place() {
+    for (name, at, number, says) in [
+        ("q", 5, f32::NAN, "tensor q is NaN at [0, 0, 1, 1]"),
+        ("k", 39, f32::INFINITY, "tensor k is inf at [0, 1, 4, 3]"),
+        (
+            "v",
+            30,
+            f32::NEG_INFINITY,
+            "tensor v is -inf at [0, 1, 0, 0]",
+        ),
+        ("bias", 29, f32::NAN, "tensor bias is NaN at [0, 1, 2, 4]"),
+        (
+            "bias",
+            0,
+            f32::INFINITY,
+            "tensor bias is inf at [0, 0, 0, 0]",
+        ),
+        ("do", 0, f32::NAN, "tensor do is NaN at [0, 0, 0, 0]"),
+        ("dlse", 4, f32::NAN, "tensor dlse is NaN at [0, 1, 1]"),
+    ] {
+        let line = fails(
+            &directory_with(&with_number(name, at, number)),
+            "--device reference",
+        );
+        assert!(line.contains(says), "{line}");
+    }
+}
+
+#[test]
+#[cfg(feature = "flex")]
+fn a_result_that_is_not_finite_is_not_written() {
+    // Scores of 4e50 are finite in the file's numbers, not in the f32 of a device.
+    let mut file = good();
+    for (name, length) in [("q", 3), ("k", 5)] {
+        file.insert(
+            name,
+            stored(Dtype::F32, &[1, 2, length, 4], vec![1e25; 8 * length]),
+        );
+    }
+    let line = fails(&directory_with(&file), "--device flex");
+    assert!(line.contains("tensor o comes out as"), "{line}");
+}
+
+#[test]
+fn a_broken_file_is_refused_and_its_tensor_named() {
+    let directory = directory_with(&good());
+    let path = directory.path().join("in.safetensors");
+    let whole = fs::read(&path).unwrap();
+    let header = |text: &str, data: usize| {
+        let mut bytes = (text.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(text.as_bytes());
+        bytes.resize(bytes.len() + data, 0);
+        bytes
+    };
+    let entry = |dtype: &str, shape: &str, end: usize| {
+        format!(r#"{{"k":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[0,{end}]}}}}"#)
+    };
+    for (bytes, says) in [
+        (vec![], "header too small"),
+        (b"no tensors here, only text".to_vec(), "header too large"),
+        (header("nonsense", 0), "invalid JSON"),
+        (
+            whole[..whole.len() - 1].to_vec(),
+            "tensor mask is broken: its bytes are 784..789 of 788",
+        ),
+        (
+            header(&entry("F32", "[1,1,2,2]", 12), 12),
+            "tensor k is broken: shape [1, 1, 2, 2]",
+        ),
+        (
+            header(&entry("F99", "[1]", 4), 4),
+            "tensor k is broken: unknown variant `F99`",
+        ),
+        (
+            header(&entry("F32", "[-1]", 4), 4),
+            "tensor k is broken: invalid value",
+        ),
+        (
+            header(&entry("F32", "[4294967296,4294967296,4]", 4), 4),
+            "tensor k is broken: shape",
+        ),
+    ] {
+        fs::write(&path, bytes).unwrap();
+        let line = fails(&directory, "--device reference");
+        assert!(
+            line.contains(says) && line.contains("in.safetensors"),
+            "{line}"
+        );
+    }
+}
+
+#[test]
+fn options_and_devices_that_make_no_sense_are_named() {
+    let directory = directory_with(&good());
+    for (arguments, says) in [
+        ("--device reference --softcap 0", "--softcap: softcap is 0"),
+        (
+            "--device reference --softcap -2",
+            "--softcap: softcap is -2",
+        ),
+        ("--device reference --scale nan", "--scale: scale is NaN"),
+        ("--device reference --scale big", "--scale"),
+        ("--device reference --window 3", "--window"),
+        ("--device reference --window -1,2", "--window"),
+        ("--device reference --window 1,2,3", "--window"),
+        ("--device reference --causal middle", "--causal"),
+        ("--device tpu", "device tpu is unknown; devices found: "),
+        ("--device reference:1", "device reference:1 is unknown"),
+    ] {
+        let line = fails(&directory, arguments);
+        assert!(line.contains(says), "{arguments}: {line}");
+    }
+}
+
+#[test]
+#[cfg(not(feature = "metal"))]
+fn a_device_that_is_not_compiled_in_names_its_feature() {
+    let line = fails(&directory_with(&good()), "--device metal:1");
+    assert!(line.contains("device metal:1 is not compiled in, cargo feature `metal` brings it"));
+    assert!(line.ends_with("or reference"), "{line}");
+}
+
+#[test]
+fn paths_that_cannot_be_used_are_named() {
+    let directory = directory_with(&good());
+    let path = directory.path().display();
+    let run = |input: &str, output: &str| {
+        error(&format!(
+            "run --device reference --input {path}/{input} --output {path}/{output}"
+        ))
+    };
+    assert!(run("absent.safetensors", "out").contains("absent.safetensors"));
+    assert!(run("in.safetensors", "no/such/out").contains("no/such is not a directory"));
+    assert!(run("in.safetensors", "../").contains("is a directory"));
+    assert!(run("in.safetensors", "./in.safetensors").contains("is the input file"));
+    assert_eq!(names(directory.path()), ["in.safetensors"]);
+    assert!(error("run").contains("--input <FILE> --output <FILE>"));
+}
+
+#[test]
+fn a_failure_leaves_an_earlier_output_as_it_was() {
+    let directory = directory_with(&with_number("q", 0, f32::NAN));
+    let output = directory.path().join("out.safetensors");
+    fs::write(&output, "earlier").unwrap();
+    let path = directory.path().display();
+    error(&format!(
+        "run --device reference --input {path}/in.safetensors --output {path}/out.safetensors"
+    ));
+    assert_eq!(fs::read_to_string(&output).unwrap(), "earlier");
+    assert_eq!(names(directory.path()).len(), 2);
+}

@@ -1,0 +1,87 @@
+//! What a device can do, as plain data read once from its client.
+
+use cubecl::prelude::*;
+use cubecl::features::TypeUsage;
+use cubecl::ir::{ElemType, FloatKind};
+use flash_attention_spec::Dtype;
+
+/// The limits of a device that a plan depends on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Device {
+    /// The hardware's own name.
+    pub hardware: String,
+    /// What kernels are compiled by: `spirv`, `wgsl`, `msl`, `cuda c++`, `llvm`.
+    pub compiler: &'static str,
+    /// Smallest and largest plane (warp, subgroup).
+    pub plane_size: (u32, u32),
+    /// Shared memory of a cube, in bytes.
+    pub shared_memory: usize,
+    /// Units of a cube.
+    pub units: u32,
+    /// Buffers a kernel can bind.
+    pub max_bindings: u32,
+    /// Cubes of a launch in x, y and z.
+    pub max_cube_count: (u32, u32, u32),
+    /// Largest buffer, in bytes.
+    pub max_buffer: u64,
+    /// Element types it computes with or, as storage, converts to `f32`.
+    pub dtypes: Vec<Dtype>,
+    /// Matrix-unit instructions, as `m x n x k input -> accumulator`.
+    pub matrix_shapes: Vec<String>,
+}
+
+/// The CubeCL element type of `dtype`.
+pub fn elem_type(dtype: Dtype) -> ElemType {
+    ElemType::Float(match dtype {
+        Dtype::F32 => FloatKind::F32,
+        Dtype::F16 => FloatKind::F16,
+        Dtype::BF16 => FloatKind::BF16,
+    })
+}
+
+impl Device {
+    /// Reads the limits of `client`'s device.
+    pub fn read(client: &Client) -> Self {
+        let properties = client.properties();
+        let hardware = &properties.hardware;
+        let dtypes = [Dtype::F32, Dtype::F16, Dtype::BF16]
+            .into_iter()
+            .filter(|&dtype| {
+                let usage = properties.type_usage(elem_type(dtype));
+                usage.contains(TypeUsage::Buffer) && usage.contains(TypeUsage::Conversion)
+            })
+            .collect();
+        let matmul = &properties.features.matmul;
+        let matrix_shapes = matmul
+            .mma
+            .iter()
+            .chain(matmul.cmma.iter())
+            .map(|m| format!("{}x{}x{} {} -> {}", m.m, m.n, m.k, m.a_type, m.cd_type))
+            .collect();
+        Self {
+            hardware: properties.identity.name.clone(),
+            compiler: compiler(client.name(), properties.features.copy_async),
+            plane_size: (hardware.plane_size_min, hardware.plane_size_max),
+            shared_memory: hardware.max_shared_memory_size,
+            units: hardware.max_units_per_cube.min(hardware.max_cube_dim.0),
+            max_bindings: hardware.max_bindings,
+            max_cube_count: hardware.max_cube_count,
+            max_buffer: properties.memory.max_page_size,
+            dtypes,
+            matrix_shapes,
+        }
+    }
+}
+
+/// The CUDA runtime has two generators and does not name the one in use; only the C++ one has
+/// asynchronous copies.
+fn compiler(runtime: &'static str, copy_async: bool) -> &'static str {
+    match runtime {
+        "wgpu<spirv>" => "spirv",
+        "wgpu<wgsl>" => "wgsl",
+        "wgpu<msl>" => "msl",
+        "cuda" if copy_async => "cuda c++",
+        "cuda" | "cpu" | "hip" => "llvm",
+        other => other,
+    }
+}

@@ -1,0 +1,169 @@
+//! One block of scores in the backward pass: probabilities rebuilt, and their gradients.
+
+use super::problem::{Config, Geometry, counts, finish_score, uncap};
+use super::stage::{Rows, stage_features};
+use super::tile::{Quad, accumulate_dots};
+use cubecl::prelude::*;
+
+/// Where a block of scores lies.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct BlockPosition {
+    pub batch: usize,
+    pub head: usize,
+    pub first_query: i32,
+    pub first_kv: i32,
+    pub unit_x: usize,
+    pub unit_y: usize,
+}
+
+/// `dots = A B^T` of a block of `a` rows against a block of `b` rows.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn block_dots<E: Float, N: Size>(
+    a: &Tensor<Vector<E, N>>,
+    a_rows: Rows,
+    b: &Tensor<Vector<E, N>>,
+    b_rows: Rows,
+    position: BlockPosition,
+    stage: &mut Shared<[Quad]>,
+    dots: &mut Array<f32>,
+    #[comptime] dim: usize,
+    #[comptime] config: Config,
+) {
+    let tile = comptime!(config.tile);
+    let block_q = comptime!(tile.block_q());
+    #[unroll]
+    for n in 0..comptime!(tile.rows * 4) {
+        dots[n] = 0.0f32;
+    }
+    for chunk in 0..comptime!(dim.div_ceil(4).div_ceil(tile.depth)) {
+        let quad = chunk * tile.depth;
+        sync_cube();
+        stage_features(
+            a, a_rows, position.first_query, quad, stage,
+            0usize, block_q, false, dim, config,
+        );
+        stage_features(
+            b, b_rows, position.first_kv, quad, stage,
+            comptime!(block_q * tile.pitch()), comptime!(tile.block_kv()), true, dim, config,
+        );
+        sync_cube();
+        accumulate_dots(&*stage, dots, position.unit_x, position.unit_y, tile);
+    }
+}
+
+/// Turns `q . k` into the probability `exp((s - m) - ln l)`, exactly 0 where the key is hidden.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn rebuild_probabilities<E: Float, M: Int>(
+    dots: &Array<f32>,
+    probabilities: &mut Array<f32>,
+    row_statistics: &[f32],
+    position: BlockPosition,
+    mask: &ComptimeOption<&Tensor<M>>,
+    bias: &ComptimeOption<&Tensor<E>>,
+    geometry: &Geometry,
+    #[comptime] config: Config,
+) {
+    let tile = comptime!(config.tile);
+    let rows = geometry.batch * geometry.heads * geometry.seq_q as usize;
+    #[unroll]
+    for r in 0..tile.rows {
+        let i = position.first_query + (position.unit_y + r * tile.units_y) as i32;
+        let mut maximum = 0.0f32;
+        let mut log_sum = 0.0f32;
+        if i < geometry.seq_q {
+            let at = statistics_row(position, i, geometry);
+            maximum = row_statistics[at];
+            log_sum = row_statistics[rows + at];
+        }
+        #[unroll]
+        for c in 0..4usize {
+            let score = finish_score::<E, M>(
+                dots[comptime!(r * 4 + c)],
+                i,
+                position.first_kv + (position.unit_x * 4 + c) as i32,
+                position.batch, position.head, mask, bias, geometry, config,
+            );
+            let mut p = 0.0f32;
+            if counts(score) {
+                p = ((score - maximum) - log_sum).exp();
+            }
+            probabilities[comptime!(r * 4 + c)] = p;
+        }
+    }
+}
+
+/// Turns `dP = dO V^T` into `dS = P (dP - D)`; 0 where `P` is 0, whatever `dP` holds.
+#[cube]
+pub(crate) fn score_gradients(
+    probabilities: &Array<f32>,
+    gradients: &mut Array<f32>,
+    row_statistics: &[f32],
+    position: BlockPosition,
+    geometry: &Geometry,
+    #[comptime] config: Config,
+) {
+    let tile = comptime!(config.tile);
+    let rows = geometry.batch * geometry.heads * geometry.seq_q as usize;
+    #[unroll]
+    for r in 0..tile.rows {
+        let i = position.first_query + (position.unit_y + r * tile.units_y) as i32;
+        let mut delta = 0.0f32;
+        if i < geometry.seq_q {
+            delta = row_statistics[2 * rows + statistics_row(position, i, geometry)];
+        }
+        #[unroll]
+        for c in 0..4usize {
+            let p = probabilities[comptime!(r * 4 + c)];
+            let mut gradient = 0.0f32;
+            if p != 0.0f32 {
+                gradient = p * (gradients[comptime!(r * 4 + c)] - delta);
+            }
+            gradients[comptime!(r * 4 + c)] = gradient;
+        }
+    }
+}
+
+#[cube]
+fn statistics_row(position: BlockPosition, i: i32, geometry: &Geometry) -> usize {
+    (position.batch * geometry.heads + position.head) * geometry.seq_q as usize + i as usize
+}
+
+/// Turns gradients of capped scores into gradients of the plain ones.
+#[cube]
+pub(crate) fn uncap_gradients(
+    dots: &Array<f32>,
+    gradients: &mut Array<f32>,
+    geometry: &Geometry,
+    #[comptime] config: Config,
+) {
+    if comptime!(config.capped) {
+        #[unroll]
+        for n in 0..comptime!(config.tile.rows * 4) {
+            gradients[n] = uncap(gradients[n], dots[n], geometry, config);
+        }
+    }
+}
+
+/// Writes the unit's part of a block of scores to the shared tile.
+#[cube]
+pub(crate) fn share_scores(
+    values: &Array<f32>,
+    shared: &mut Shared<[Quad]>,
+    position: BlockPosition,
+    #[comptime] config: Config,
+) {
+    let tile = comptime!(config.tile);
+    #[unroll]
+    for r in 0..tile.rows {
+        let mut quad = Quad::new(0.0);
+        #[unroll]
+        for c in 0..4usize {
+            quad.insert(c, values[comptime!(r * 4 + c)]);
+        }
+        let row = position.unit_y + r * tile.units_y;
+        shared[row * comptime!(tile.score_pitch()) + position.unit_x] = quad;
+    }
+}

@@ -1,0 +1,398 @@
+//! Allocation and launches of the portable kernels.
+
+use super::bias_gradient::{BiasBroadcast, BiasShapeLaunch, bias_gradient_kernel};
+use super::delta::delta_kernel;
+use super::forward::forward_kernel;
+use super::key_value_gradient::key_value_gradient_kernel;
+use super::problem::{Config, GeometryLaunch};
+use super::query_gradient::query_gradient_kernel;
+use super::tile::Tile;
+use crate::device::elem_type;
+use crate::plan::Blueprint;
+use cubecl::ir::{AddressType, ElemType, UIntKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use cubecl::zspace::{Shape, Strides};
+use flash_attention_spec::{Dtype, Problem};
+
+/// Operands as they lie in memory: any strides, offsets in their handles.
+pub struct Operands {
+    /// `[batch, heads, seq_q, head_dim]`.
+    pub query: TensorBinding,
+    /// `[batch, kv_heads, seq_kv, head_dim]`.
+    pub key: TensorBinding,
+    /// `[batch, kv_heads, seq_kv, value_dim]`.
+    pub value: TensorBinding,
+    /// Broadcasts to the scores; non-zero hides. With its element type.
+    pub mask: Option<(TensorBinding, ElemType)>,
+    /// Broadcasts to the scores.
+    pub bias: Option<TensorBinding>,
+}
+
+impl Clone for Operands {
+    fn clone(&self) -> Self {
+        Self {
+            query: self.query.clone(),
+            key: self.key.clone(),
+            value: self.value.clone(),
+            mask: self.mask.clone(),
+            bias: self.bias.clone(),
+        }
+    }
+}
+
+/// Gradients, packed, in the shapes and element type of their operands.
+pub struct Gradients {
+    /// Gradient of the query, if wanted.
+    pub query: Option<Handle>,
+    /// Gradient of the key, if wanted.
+    pub key: Option<Handle>,
+    /// Gradient of the value, if wanted.
+    pub value: Option<Handle>,
+    /// Gradient of the bias, if wanted.
+    pub bias: Option<Handle>,
+}
+
+/// Which gradients [`attention_backward`] computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wanted {
+    /// Gradient of the query.
+    pub query: bool,
+    /// Gradient of the key.
+    pub key: bool,
+    /// Gradient of the value.
+    pub value: bool,
+    /// Gradient of the bias.
+    pub bias: bool,
+}
+
+/// The output `[batch, heads, seq_q, value_dim]` and the statistics `[2, batch, heads, seq_q]` in
+/// `f32` (row maximum, logarithm of the sum of `exp(score - maximum)`), both packed.
+///
+/// `blueprint` is what [`plan`](crate::plan::plan) returned for `problem` on the client's device.
+pub fn attention_forward(
+    client: &Client,
+    problem: &Problem,
+    blueprint: &Blueprint,
+    operands: Operands,
+) -> (Handle, Handle) {
+    let rows = problem.lse_shape().iter().product::<usize>();
+    let output = client.empty(rows * problem.value_dim * size(problem.dtype));
+    let statistics = client.empty(2 * rows * 4);
+    if rows == 0 {
+        return (output, statistics);
+    }
+    let launch = Launch::new(client, problem, blueprint.forward, &operands, None);
+    let tile = blueprint.forward;
+    let cubes = problem.seq_q.div_ceil(tile.block_q()) * problem.batch * problem.heads;
+    let (mask, mask_element) = broadcast_mask(problem, operands.mask);
+    // SAFETY: the kernel reads rows and positions of the problem only, through the operands'
+    // strides, and writes each element of the two packed outputs allocated above once.
+    unsafe {
+        forward_kernel::launch_unchecked(
+            client,
+            launch.count(cubes),
+            CubeDim::new_1d(tile.units()),
+            launch.address_type,
+            launch.vector_size(),
+            operands.query.into_tensor_arg(),
+            operands.key.into_tensor_arg(),
+            operands.value.into_tensor_arg(),
+            optional(&mask),
+            optional(&broadcast_bias(problem, operands.bias)),
+            BufferArg::from_raw_parts(output.clone(), rows * problem.value_dim),
+            BufferArg::from_raw_parts(statistics.clone(), 2 * rows),
+            launch.geometry(),
+            launch.config,
+            launch.element,
+            mask_element,
+        );
+    }
+    (output, statistics)
+}
+
+/// The wanted gradients. `output` and `statistics` are those of [`attention_forward`];
+/// `output_gradient` has the output's shape and any strides, `lse_gradient` is
+/// `[batch, heads, seq_q]` in `f32` with any strides.
+#[allow(clippy::too_many_arguments)]
+pub fn attention_backward(
+    client: &Client,
+    problem: &Problem,
+    blueprint: &Blueprint,
+    operands: Operands,
+    output: TensorBinding,
+    statistics: Handle,
+    output_gradient: TensorBinding,
+    lse_gradient: Option<TensorBinding>,
+    wanted: Wanted,
+) -> Gradients {
+    let tile = blueprint.backward;
+    let launch = Launch::new(client, problem, tile, &operands, Some(&output_gradient));
+    let rows = problem.lse_shape().iter().product::<usize>();
+    let float = size(problem.dtype);
+    let allocate = |wanted: bool, elements: usize| wanted.then(|| client.empty(elements * float));
+    let keys = problem.batch * problem.kv_heads * problem.seq_kv;
+    let bias_shape = problem.bias.unwrap_or([0; 4]);
+    let bias_elements = bias_shape.iter().product::<usize>();
+    let gradients = Gradients {
+        query: allocate(wanted.query, rows * problem.head_dim),
+        key: allocate(wanted.key, keys * problem.head_dim),
+        value: allocate(wanted.value, keys * problem.value_dim),
+        bias: allocate(wanted.bias, bias_elements),
+    };
+    let row_statistics = client.empty((3 * rows).max(1) * 4);
+    if rows > 0 {
+        // The saved output is packed, so it is read in fours wherever its gradient is.
+        // SAFETY: one unit writes the three statistics of each row of the buffer allocated above.
+        unsafe {
+            delta_kernel::launch_unchecked(
+                client,
+                launch.count(rows.div_ceil(64)),
+                CubeDim::new_1d(64),
+                launch.address_type,
+                launch.vector_size(),
+                output.into_tensor_arg(),
+                output_gradient.clone().into_tensor_arg(),
+                BufferArg::from_raw_parts(statistics, 2 * rows),
+                optional(&lse_gradient),
+                BufferArg::from_raw_parts(row_statistics.clone(), 3 * rows),
+                launch.geometry(),
+                launch.config,
+                launch.element,
+            );
+        }
+    }
+    let (mask, mask_element) = broadcast_mask(problem, operands.mask);
+    let bias = broadcast_bias(problem, operands.bias);
+    let dim = CubeDim::new_1d(tile.units());
+    if let Some(gradient) = gradients.query.clone().filter(|_| rows > 0) {
+        let cubes = problem.seq_q.div_ceil(tile.block_q()) * problem.batch * problem.heads;
+        // SAFETY: as in `attention_forward`; each element of the packed gradient is written once.
+        unsafe {
+            query_gradient_kernel::launch_unchecked(
+                client,
+                launch.count(cubes),
+                dim,
+                launch.address_type,
+                launch.vector_size(),
+                operands.query.clone().into_tensor_arg(),
+                operands.key.clone().into_tensor_arg(),
+                operands.value.clone().into_tensor_arg(),
+                optional(&mask),
+                optional(&bias),
+                output_gradient.clone().into_tensor_arg(),
+                BufferArg::from_raw_parts(row_statistics.clone(), 3 * rows),
+                BufferArg::from_raw_parts(gradient, rows * problem.head_dim),
+                launch.geometry(),
+                launch.config,
+                launch.element,
+                mask_element,
+            );
+        }
+    }
+    let sides = [
+        (true, gradients.key.clone(), problem.head_dim),
+        (false, gradients.value.clone(), problem.value_dim),
+    ];
+    for (of_key, gradient, features) in sides {
+        let Some(gradient) = gradient.filter(|_| keys > 0) else {
+            continue;
+        };
+        let cubes = problem.seq_kv.div_ceil(tile.block_kv()) * problem.batch * problem.kv_heads;
+        // SAFETY: as above.
+        unsafe {
+            key_value_gradient_kernel::launch_unchecked(
+                client,
+                launch.count(cubes),
+                dim,
+                launch.address_type,
+                launch.vector_size(),
+                operands.query.clone().into_tensor_arg(),
+                operands.key.clone().into_tensor_arg(),
+                operands.value.clone().into_tensor_arg(),
+                optional(&mask),
+                optional(&bias),
+                output_gradient.clone().into_tensor_arg(),
+                BufferArg::from_raw_parts(row_statistics.clone(), 3 * rows),
+                BufferArg::from_raw_parts(gradient, keys * features),
+                launch.geometry(),
+                of_key,
+                launch.config,
+                launch.element,
+                mask_element,
+            );
+        }
+    }
+    if let Some(gradient) = gradients.bias.clone().filter(|_| bias_elements > 0) {
+        let [batch, heads, seq_q, seq_kv] = bias_shape;
+        let cubes =
+            batch * heads * seq_q.div_ceil(tile.block_q()) * seq_kv.div_ceil(tile.block_kv());
+        // SAFETY: as above.
+        unsafe {
+            bias_gradient_kernel::launch_unchecked(
+                client,
+                launch.count(cubes),
+                dim,
+                launch.address_type,
+                launch.vector_size(),
+                operands.query.into_tensor_arg(),
+                operands.key.into_tensor_arg(),
+                operands.value.into_tensor_arg(),
+                optional(&mask),
+                optional(&bias),
+                output_gradient.into_tensor_arg(),
+                BufferArg::from_raw_parts(row_statistics, 3 * rows),
+                BufferArg::from_raw_parts(gradient, bias_elements),
+                launch.geometry(),
+                BiasShapeLaunch::new(batch, heads, seq_q, seq_kv),
+                BiasBroadcast {
+                    queries: seq_q == 1 && problem.seq_q != 1,
+                    keys: seq_kv == 1 && problem.seq_kv != 1,
+                },
+                launch.config,
+                launch.element,
+                mask_element,
+            );
+        }
+    }
+    gradients
+}
+
+/// What the launches of one call have in common.
+struct Launch<'a> {
+    client: &'a Client,
+    problem: &'a Problem,
+    config: Config,
+    address_type: AddressType,
+    element: ElemType,
+}
+
+impl<'a> Launch<'a> {
+    fn new(
+        client: &'a Client,
+        problem: &'a Problem,
+        tile: Tile,
+        operands: &Operands,
+        output_gradient: Option<&TensorBinding>,
+    ) -> Self {
+        let bytes = size(problem.dtype);
+        let floats = [
+            Some(&operands.query),
+            Some(&operands.key),
+            Some(&operands.value),
+            output_gradient,
+        ];
+        let vectorized = problem.head_dim.is_multiple_of(4)
+            && problem.value_dim.is_multiple_of(4)
+            && floats.into_iter().flatten().all(|x| in_fours(x, bytes));
+        let mask = operands.mask.as_ref().map(|(mask, _)| mask);
+        let longest = floats
+            .into_iter()
+            .chain([operands.bias.as_ref()])
+            .flatten()
+            .map(|x| x.handle.size() as usize / bytes)
+            .chain(mask.map(|mask| mask.handle.size() as usize))
+            .chain([
+                problem.output_shape().iter().product(),
+                problem.batch * problem.kv_heads * problem.seq_kv
+                    * problem.head_dim.max(problem.value_dim),
+                3 * problem.lse_shape().iter().product::<usize>(),
+            ])
+            .max()
+            .unwrap_or(0);
+        Self {
+            client,
+            problem,
+            config: Config {
+                tile,
+                head_dim: problem.head_dim,
+                value_dim: problem.value_dim,
+                vectorized,
+                capped: problem.softcap.is_some(),
+            },
+            address_type: AddressType::from_len(longest),
+            element: elem_type(problem.dtype),
+        }
+    }
+
+    fn vector_size(&self) -> usize {
+        if self.config.vectorized { 4 } else { 1 }
+    }
+
+    /// `cubes` spread over x and y; the kernels stop where there are a few too many.
+    fn count(&self, cubes: usize) -> CubeCount {
+        let (limit, _, _) = self.client.properties().hardware.max_cube_count;
+        let x = cubes.min(limit as usize).max(1);
+        let y = cubes.div_ceil(x).max(1);
+        // Even columns leave the fewest idle cubes.
+        let x = cubes.div_ceil(y).max(1);
+        CubeCount::Static(x as u32, y as u32, 1)
+    }
+
+    fn geometry(&self) -> GeometryLaunch {
+        let problem = self.problem;
+        GeometryLaunch::new(
+            problem.batch,
+            problem.heads,
+            problem.group(),
+            problem.seq_q as i32,
+            problem.seq_kv as i32,
+            problem.band.offset,
+            problem.band.left,
+            problem.band.right,
+            problem.scale as f32,
+            problem.softcap.unwrap_or(1.0) as f32,
+            f32::NEG_INFINITY,
+        )
+    }
+}
+
+/// Whether every row starts at a multiple of four elements and lies without gaps.
+fn in_fours(x: &TensorBinding, bytes: usize) -> bool {
+    let offset = x.handle.offset_start.unwrap_or(0) as usize;
+    x.strides[3] == 1
+        && x.strides[..3].iter().all(|stride| stride % 4 == 0)
+        && offset.is_multiple_of(4 * bytes)
+}
+
+fn size(dtype: Dtype) -> usize {
+    match dtype {
+        Dtype::F32 => 4,
+        Dtype::F16 | Dtype::BF16 => 2,
+    }
+}
+
+/// The operand with stride 0 on every dimension it is broadcast on.
+fn broadcast(x: TensorBinding, full: [usize; 4]) -> TensorBinding {
+    let strides: Vec<usize> = x
+        .shape
+        .iter()
+        .zip(x.strides.iter())
+        .map(|(&n, &stride)| if n == 1 { 0 } else { stride })
+        .collect();
+    TensorBinding {
+        strides: Strides::new(&strides),
+        shape: Shape::new(full),
+        ..x
+    }
+}
+
+fn optional<T: LaunchArg<RuntimeArg = TensorArg> + CubeType>(
+    x: &Option<TensorBinding>,
+) -> ComptimeOptionArgs<T> {
+    x.clone().map(TensorBinding::into_tensor_arg).into()
+}
+
+fn broadcast_bias(problem: &Problem, bias: Option<TensorBinding>) -> Option<TensorBinding> {
+    bias.map(|bias| broadcast(bias, problem.score_shape()))
+}
+
+fn broadcast_mask(
+    problem: &Problem,
+    mask: Option<(TensorBinding, ElemType)>,
+) -> (Option<TensorBinding>, ElemType) {
+    match mask {
+        Some((mask, element)) => (Some(broadcast(mask, problem.score_shape())), element),
+        None => (None, ElemType::UInt(UIntKind::U32)),
+    }
+}

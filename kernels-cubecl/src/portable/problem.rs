@@ -1,0 +1,185 @@
+//! A problem as kernels see it: run-time numbers, comptime choices, and the score of one element.
+
+use super::tile::Tile;
+use cubecl::prelude::*;
+use flash_attention_spec::score::{soft_cap, soft_cap_derivative};
+use flash_attention_spec::visibility::{end_key, first_key, in_band};
+
+/// Run-time numbers of a problem.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Geometry {
+    pub batch: usize,
+    pub heads: usize,
+    /// Query heads that read one key head.
+    pub group: usize,
+    pub seq_q: i32,
+    pub seq_kv: i32,
+    /// The band of `causal` and `window`.
+    pub offset: i32,
+    pub left: i32,
+    pub right: i32,
+    pub scale: f32,
+    /// 1 where there is no cap.
+    pub softcap: f32,
+    /// Some shading languages have no literal for it.
+    pub negative_infinity: f32,
+}
+
+/// Comptime choices: one compiled kernel for each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Config {
+    pub tile: Tile,
+    pub head_dim: usize,
+    pub value_dim: usize,
+    /// Rows are read in fours; else by their stride, one element at a time.
+    pub vectorized: bool,
+    pub capped: bool,
+}
+
+/// Stands for "no key seen yet" in running maxima, and marks hidden scores. Every finite score is
+/// at least this, so unlike an arbitrary large negative number it changes no result.
+#[cube]
+pub(crate) fn lowest() -> f32 {
+    f32::min_value()
+}
+
+/// Keys that a block of queries can see.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct KeyRange {
+    pub first: i32,
+    pub end: i32,
+}
+
+/// The keys that some query of `first_query .. first_query + block_q` sees through the band.
+#[cube]
+pub(crate) fn keys_of_block(
+    geometry: &Geometry,
+    first_query: i32,
+    #[comptime] block_q: usize,
+) -> KeyRange {
+    let mut last_query = first_query + comptime!(block_q as i32) - 1;
+    if last_query >= geometry.seq_q {
+        last_query = geometry.seq_q - 1;
+    }
+    let mut first = first_key(first_query, geometry.offset, geometry.left);
+    first = select(first < 0, 0i32, first);
+    let mut end = end_key(last_query, geometry.offset, geometry.right);
+    if end > geometry.seq_kv {
+        end = geometry.seq_kv;
+    }
+    if end < first {
+        end = first;
+    }
+    KeyRange { first, end }
+}
+
+/// Whether every query of the block sees every key of the block, mask aside.
+#[cube]
+pub(crate) fn wholly_visible(
+    geometry: &Geometry,
+    first_query: i32,
+    first_kv: i32,
+    #[comptime] tile: Tile,
+) -> bool {
+    let last_query = first_query + comptime!(tile.block_q() as i32) - 1;
+    let end_kv = first_kv + comptime!(tile.block_kv() as i32);
+    last_query < geometry.seq_q
+        && end_kv <= geometry.seq_kv
+        && first_key(last_query, geometry.offset, geometry.left) <= first_kv
+        && end_key(first_query, geometry.offset, geometry.right) >= end_kv
+}
+
+/// Whether some query of the block sees some key of the block, mask aside.
+#[cube]
+pub(crate) fn partly_visible(
+    geometry: &Geometry,
+    first_query: i32,
+    first_kv: i32,
+    #[comptime] tile: Tile,
+) -> bool {
+    let keys = keys_of_block(geometry, first_query, comptime!(tile.block_q()));
+    keys.first < first_kv + comptime!(tile.block_kv() as i32) && keys.end > first_kv
+}
+
+/// The score of query `i` and key `j`, [`lowest`] where the key is hidden.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn finish_score<E: Float, M: Int>(
+    dot: f32,
+    i: i32,
+    j: i32,
+    batch: usize,
+    head: usize,
+    mask: &ComptimeOption<&Tensor<M>>,
+    bias: &ComptimeOption<&Tensor<E>>,
+    geometry: &Geometry,
+    #[comptime] config: Config,
+) -> f32 {
+    let mut score = lowest();
+    let mut visible = i < geometry.seq_q
+        && j < geometry.seq_kv
+        && in_band(i, j, geometry.offset, geometry.left, geometry.right);
+    #[comptime]
+    match mask {
+        ComptimeOption::Some(mask) => {
+            if visible {
+                let at = batch * mask.stride(0)
+                    + head * mask.stride(1)
+                    + i as usize * mask.stride(2)
+                    + j as usize * mask.stride(3);
+                visible = mask[at] == M::from_int(0);
+            }
+        }
+        ComptimeOption::None => {}
+    }
+    if visible {
+        score = capped_score(dot, geometry, config);
+        #[comptime]
+        match bias {
+            ComptimeOption::Some(bias) => {
+                let at = batch * bias.stride(0)
+                    + head * bias.stride(1)
+                    + i as usize * bias.stride(2)
+                    + j as usize * bias.stride(3);
+                score += f32::cast_from(bias[at]);
+            }
+            ComptimeOption::None => {}
+        }
+    }
+    score
+}
+
+/// Whether a score of [`finish_score`] is visible and above minus infinity; true for NaN, which
+/// has to propagate.
+#[cube]
+pub(crate) fn counts(score: f32) -> bool {
+    !(score <= lowest())
+}
+
+/// Scale and soft cap.
+#[cube]
+pub(crate) fn capped_score(dot: f32, geometry: &Geometry, #[comptime] config: Config) -> f32 {
+    let mut score = dot * geometry.scale;
+    if comptime!(config.capped) {
+        score = soft_cap(score, geometry.softcap);
+    }
+    score
+}
+
+/// The gradient of the uncapped score from that of the capped one.
+#[cube]
+pub(crate) fn uncap(
+    gradient: f32,
+    dot: f32,
+    geometry: &Geometry,
+    #[comptime] config: Config,
+) -> f32 {
+    let mut result = gradient;
+    if comptime!(config.capped) {
+        let capped = capped_score(dot, geometry, config);
+        result = gradient * soft_cap_derivative(capped, geometry.softcap);
+    }
+    result
+}
