@@ -7,6 +7,7 @@
 
 use std::error::Error;
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use burn::module::Module;
 use burn::tensor::Device;
@@ -31,10 +32,10 @@ struct Arguments {
     #[arg(long, value_enum, default_value_t = AttentionKind::Flash)]
     attention: AttentionKind,
     /// Updates of the parameters.
-    #[arg(long, default_value_t = 400, value_parser = positive)]
+    #[arg(long, default_value_t = 600, value_parser = positive)]
     steps: usize,
     /// Windows of text in a step.
-    #[arg(long, default_value_t = 8, value_parser = positive)]
+    #[arg(long, default_value_t = 4, value_parser = positive)]
     batch: usize,
     /// Characters in a window.
     #[arg(long, default_value_t = 256, value_parser = positive)]
@@ -42,14 +43,14 @@ struct Arguments {
     /// Blocks of the transformer.
     #[arg(long, default_value_t = 3, value_parser = positive)]
     layers: usize,
-    /// Attention heads of a block; must divide --dim.
+    /// Attention heads of a block; divides --dim.
     #[arg(long, default_value_t = 4, value_parser = positive)]
     heads: usize,
-    /// Width of the hidden state.
+    /// Width of the hidden state; even.
     #[arg(long, default_value_t = 128, value_parser = positive)]
     dim: usize,
     /// Learning rate of the first step; it falls to a tenth on a cosine.
-    #[arg(long, default_value_t = 3e-3)]
+    #[arg(long, default_value_t = 3e-3, value_parser = over_zero)]
     lr: f64,
     /// Chooses parameters, windows and the sample.
     #[arg(long, default_value_t = 1)]
@@ -65,19 +66,31 @@ struct Arguments {
     sample: usize,
     /// Below 1 the sample keeps to likely characters, above 1 it strays.
     #[arg(long, default_value_t = 0.7, value_parser = over_zero)]
-    temperature: f32,
+    temperature: f64,
 }
 
-fn main() -> Result<(), Box<dyn Error>> {
-    let arguments = Arguments::parse();
-    if !arguments.dim.is_multiple_of(arguments.heads) {
-        let (heads, dim) = (arguments.heads, arguments.dim);
-        return Err(format!("--heads {heads} does not divide --dim {dim}").into());
+fn main() -> ExitCode {
+    match run(&Arguments::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
+    let (heads, dim) = (arguments.heads, arguments.dim);
+    if !dim.is_multiple_of(heads) || !dim.is_multiple_of(2) {
+        return Err(
+            format!("--dim {dim} is not even, or --heads {heads} does not divide it").into(),
+        );
     }
     let device = find_device(arguments.device.as_deref())?;
     let corpus = Corpus::new(TEXT, arguments.context)?;
     let vocabulary = corpus.vocabulary();
-    let mut progress = Progress::new(arguments.steps, arguments.loss_csv.as_deref())?;
+    let mut progress = Progress::new(arguments.steps, arguments.loss_csv.as_deref())
+        .map_err(|error| format!("the file of --loss-csv cannot be made: {error}"))?;
 
     let training_device = device.clone().autodiff();
     training_device.seed(arguments.seed);
@@ -85,8 +98,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         vocabulary.len(),
         arguments.context,
         arguments.layers,
-        arguments.heads,
-        arguments.dim,
+        heads,
+        dim,
     )
     .init(&training_device);
     println!(
@@ -108,7 +121,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let model = training.run(model, kind, &corpus, |step| progress.step(step))?;
     progress.finish()?;
 
-    let prompt = &corpus.validation()[..PROMPT.min(corpus.validation().len())];
+    let prompt = &corpus.validation()[..PROMPT];
     let written = generate(
         &model.valid(),
         kind,
@@ -146,8 +159,8 @@ fn positive(text: &str) -> Result<usize, String> {
     }
 }
 
-fn over_zero(text: &str) -> Result<f32, String> {
-    match text.parse::<f32>() {
+fn over_zero(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
         Ok(number) if number.is_finite() && number > 0.0 => Ok(number),
         Ok(_) => Err("must be a finite number over 0".into()),
         Err(error) => Err(error.to_string()),

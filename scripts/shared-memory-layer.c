@@ -12,6 +12,9 @@
  * Mesa's lavapipe crashes on that, and in SwiftShader the arrays overlap and matrix products come out wrong.
  * The layer gives such variables the right type, one word each, and leaves every other module as it is.
  *
+ * With BURN_FLASH_ATTENTION_WGSL=1 in the environment it also hides buffer device addresses, without which
+ * CubeCL compiles to WGSL instead: one build then tests both compilers.
+ *
  * It serves a process that uses one driver: the functions of the next layer are kept in plain globals.
  */
 #include <stdint.h>
@@ -24,6 +27,7 @@ static PFN_vkGetInstanceProcAddr next_instance_function;
 static PFN_vkGetDeviceProcAddr next_device_function;
 static PFN_vkCreateDevice next_create_device;
 static PFN_vkCreateShaderModule next_create_shader_module;
+static PFN_vkGetPhysicalDeviceFeatures2 next_features;
 
 /* From the SPIR-V specification, sections 2.3, 3.52.6 and 3.52.8. */
 enum { HEADER_WORDS = 5, BOUND = 3, OP_TYPE_POINTER = 32, OP_VARIABLE = 59, WORKGROUP = 4 };
@@ -69,6 +73,16 @@ static VKAPI_ATTR VkResult VKAPI_CALL create_shader_module(VkDevice device,
     return result;
 }
 
+static VKAPI_ATTR void VKAPI_CALL features(VkPhysicalDevice physical, VkPhysicalDeviceFeatures2 *found) {
+    next_features(physical, found);
+    const char *wgsl = getenv("BURN_FLASH_ATTENTION_WGSL");
+    if (wgsl == NULL || strcmp(wgsl, "1") != 0)
+        return;
+    for (VkBaseOutStructure *next = found->pNext; next != NULL; next = next->pNext)
+        if (next->sType == VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_BUFFER_DEVICE_ADDRESS_FEATURES)
+            ((VkPhysicalDeviceBufferDeviceAddressFeatures *)next)->bufferDeviceAddress = VK_FALSE;
+}
+
 static VKAPI_ATTR VkResult VKAPI_CALL create_instance(const VkInstanceCreateInfo *info,
                                                       const VkAllocationCallbacks *allocator,
                                                       VkInstance *instance) {
@@ -82,8 +96,11 @@ static VKAPI_ATTR VkResult VKAPI_CALL create_instance(const VkInstanceCreateInfo
     chain->u.pLayerInfo = chain->u.pLayerInfo->pNext;
     PFN_vkCreateInstance next = (PFN_vkCreateInstance)next_instance_function(NULL, "vkCreateInstance");
     VkResult result = next(info, allocator, instance);
-    if (result == VK_SUCCESS)
+    if (result == VK_SUCCESS) {
         next_create_device = (PFN_vkCreateDevice)next_instance_function(*instance, "vkCreateDevice");
+        next_features = (PFN_vkGetPhysicalDeviceFeatures2)next_instance_function(
+            *instance, "vkGetPhysicalDeviceFeatures2");
+    }
     return result;
 }
 
@@ -123,6 +140,8 @@ static VKAPI_ATTR PFN_vkVoidFunction VKAPI_CALL instance_function(VkInstance ins
         return (PFN_vkVoidFunction)device_function;
     if (strcmp(name, "vkCreateShaderModule") == 0)
         return (PFN_vkVoidFunction)create_shader_module;
+    if (strcmp(name, "vkGetPhysicalDeviceFeatures2") == 0 || strcmp(name, "vkGetPhysicalDeviceFeatures2KHR") == 0)
+        return (PFN_vkVoidFunction)features;
     return next_instance_function(instance, name);
 }
 

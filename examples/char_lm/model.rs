@@ -1,8 +1,11 @@
 //! The transformer: pre-normalised blocks of causal self-attention and a two-layer perceptron.
 
 use burn::config::Config;
-use burn::module::{Initializer, Module, Param};
-use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::module::{Initializer, Module};
+use burn::nn::{
+    Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig,
+    PositionalEncoding, PositionalEncodingConfig,
+};
 use burn::tensor::activation::gelu;
 use burn::tensor::module::attention;
 use burn::tensor::ops::AttentionModuleOptions;
@@ -46,7 +49,7 @@ pub struct CharTransformerConfig {
     pub layers: usize,
     /// Attention heads of a block; divides `dim`.
     pub heads: usize,
-    /// The width of the hidden state.
+    /// The width of the hidden state; even.
     pub dim: usize,
 }
 
@@ -54,7 +57,7 @@ impl CharTransformerConfig {
     /// A model with random parameters on `device`.
     ///
     /// # Panics
-    /// When `heads` is 0 or does not divide `dim`.
+    /// When `heads` is 0 or does not divide `dim`, or `dim` is odd.
     pub fn init(&self, device: &Device) -> CharTransformer {
         assert!(
             self.heads > 0 && self.dim.is_multiple_of(self.heads),
@@ -62,15 +65,19 @@ impl CharTransformerConfig {
             self.heads,
             self.dim
         );
-        let initializer = Initializer::Normal {
-            mean: 0.0,
-            std: 0.02,
-        };
         CharTransformer {
+            // Smaller than the sinusoids, so that the first attention weights follow positions:
+            // looking one character back is what the model must learn first.
             tokens: EmbeddingConfig::new(self.vocabulary, self.dim)
-                .with_initializer(initializer.clone())
+                .with_initializer(Initializer::Normal {
+                    mean: 0.0,
+                    std: 0.3,
+                })
                 .init(device),
-            positions: initializer.init([self.context, self.dim], device),
+            positions: PositionalEncodingConfig::new(self.dim)
+                .with_max_sequence_size(self.context)
+                .with_max_timescale(self.context.max(10_000))
+                .init(device),
             blocks: (0..self.layers).map(|_| self.block(device)).collect(),
             norm: LayerNormConfig::new(self.dim).init(device),
             output: LinearConfig::new(self.dim, self.vocabulary).init(device),
@@ -96,8 +103,8 @@ impl CharTransformerConfig {
 /// A causal transformer over characters.
 #[derive(Module, Debug)]
 pub struct CharTransformer {
-    tokens: Embedding,
-    pub(crate) positions: Param<Tensor<2>>,
+    pub(crate) tokens: Embedding,
+    positions: PositionalEncoding,
     blocks: Vec<Block>,
     norm: LayerNorm,
     output: Linear,
@@ -106,12 +113,12 @@ pub struct CharTransformer {
 impl CharTransformer {
     /// The most tokens the model sees at once.
     pub fn context(&self) -> usize {
-        self.positions.dims()[0]
+        self.positions.max_sequence_size
     }
 
     /// The device the parameters lie on.
     pub fn device(&self) -> Device {
-        self.positions.device()
+        self.tokens.weight.device()
     }
 
     /// The scores of every next token.
@@ -120,9 +127,7 @@ impl CharTransformer {
     /// - `tokens`: `[batch, length]`, `length` at most [`context`](Self::context)
     /// - result: `[batch, length, vocabulary]`, before the softmax
     pub fn forward(&self, tokens: Tensor<2, Int>, kind: AttentionKind) -> Tensor<3> {
-        let [_, length] = tokens.dims();
-        let positions = self.positions.val().slice([0..length]);
-        let hidden = self.tokens.forward(tokens) + positions.unsqueeze();
+        let hidden = self.positions.forward(self.tokens.forward(tokens));
         let hidden = self
             .blocks
             .iter()
@@ -206,8 +211,7 @@ mod tests {
         }
     }
 
-    /// Without positions and with one head, causal attention could not tell two orders of a
-    /// prefix apart.
+    /// A block without positions could not tell two orders of a prefix apart.
     #[test]
     fn the_order_of_earlier_tokens_matters() {
         let model = model(&Device::default());

@@ -19,7 +19,7 @@ pub fn generate(
     kind: AttentionKind,
     prompt: &[i32],
     length: usize,
-    temperature: f32,
+    temperature: f64,
     random: &mut impl Rng,
 ) -> Vec<i32> {
     assert!(!prompt.is_empty(), "the prompt needs at least one token");
@@ -42,11 +42,11 @@ pub fn generate(
 }
 
 /// A token by the chances `softmax(scores / temperature)`.
-fn draw(scores: &[f32], temperature: f32, random: &mut impl Rng) -> i32 {
+fn draw(scores: &[f32], temperature: f64, random: &mut impl Rng) -> i32 {
     let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let weights = scores
         .iter()
-        .map(|score| ((score - largest) / temperature).exp());
+        .map(|score| (f64::from(score - largest) / temperature).exp());
     let token = WeightedIndex::new(weights)
         .expect("finite scores give weights of which the largest is 1")
         .sample(random);

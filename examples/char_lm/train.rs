@@ -181,9 +181,9 @@ mod tests {
         let [flash, burn] = [AttentionKind::Flash, AttentionKind::Burn].map(|kind| {
             let loss = loss(&model, &batch, kind);
             let gradients = loss.backward();
-            let positions = model.positions.val().grad(&gradients).unwrap();
-            let positions: Vec<f32> = positions.into_data().try_into_vec().unwrap();
-            (loss.into_scalar::<f32>(), positions)
+            let embedding = model.tokens.weight.val().grad(&gradients).unwrap();
+            let embedding: Vec<f32> = embedding.into_data().try_into_vec().unwrap();
+            (loss.into_scalar::<f32>(), embedding)
         });
         approx::assert_abs_diff_eq!(flash.0, burn.0, epsilon = 1e-4);
         approx::assert_abs_diff_eq!(flash.1[..], burn.1[..], epsilon = 1e-5);

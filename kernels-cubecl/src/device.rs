@@ -1,8 +1,8 @@
 //! What a device can do, as plain data read once from its client.
 
-use cubecl::prelude::*;
 use cubecl::features::TypeUsage;
 use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
 use flash_attention_spec::Dtype;
 
 /// The limits of a device that a plan depends on.

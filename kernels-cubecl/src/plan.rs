@@ -40,7 +40,9 @@ pub enum PlanError {
         expected: String,
     },
     /// A kernel needs more buffers than the device binds.
-    #[error("device {device} binds {given} buffers in a kernel, expected at least {expected} for {what}")]
+    #[error(
+        "device {device} binds {given} buffers in a kernel, expected at least {expected} for {what}"
+    )]
     Bindings {
         /// The device's name.
         device: String,
@@ -115,7 +117,11 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, PlanError> 
         Dtype::F32 => 4,
         Dtype::F16 | Dtype::BF16 => 2,
     };
-    let rows = problem.lse_shape().map(|n| n as u128).iter().product::<u128>();
+    let rows = problem
+        .lse_shape()
+        .map(|n| n as u128)
+        .iter()
+        .product::<u128>();
     let buffers = [
         ("output", size(problem.output_shape(), float)),
         // Three statistics a row in one buffer.
@@ -131,9 +137,8 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, PlanError> 
             });
         }
     }
-    let fits = |tile: &&Tile| {
-        tile.shared_memory() <= device.shared_memory && tile.units() <= device.units
-    };
+    let fits =
+        |tile: &&Tile| tile.shared_memory() <= device.shared_memory && tile.units() <= device.units;
     // Wide rows of accumulators need many units a row, or they leave the registers.
     let widest = problem.head_dim.max(problem.value_dim);
     let order: &[Tile] = if widest > 64 {

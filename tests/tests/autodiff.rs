@@ -86,7 +86,9 @@ fn a_second_backward() {
             let (output, lse) =
                 flash_attention_with_lse(query.clone(), key.clone(), value.clone(), &options);
             let gradients = (output.sum() + lse.sum()).backward();
-            leaves.each_ref().map(|leaf| bits(leaf.grad(&gradients).unwrap()))
+            leaves
+                .each_ref()
+                .map(|leaf| bits(leaf.grad(&gradients).unwrap()))
         };
         assert!(run() == run());
     }

@@ -114,12 +114,12 @@ fn mismatched_sizes() {
         );
         assert_eq!(
             refusal(query, [2, 3, 7, 8], [2, 3, 7, 6]),
-            "query has 4 heads, expected a multiple of the 3 heads of key and value"
+            "query has 4 heads, expected a positive multiple of the 3 heads of key and value"
         );
         assert_eq!(
             refusal(query, [1, 3, 7, 8], [2, 3, 7, 6]),
             "key has batch 1, expected 2 as in query; \
-             query has 4 heads, expected a multiple of the 3 heads of key and value"
+             query has 4 heads, expected a positive multiple of the 3 heads of key and value"
         );
     }
 }

@@ -51,7 +51,7 @@ fn everything(name: &str) -> Case {
         .causal()
         .softcap(3.0)
         .mask(Mask::Random(FULL))
-        .bias(Bias::Normal([true, false, false, false]))
+        .bias(Bias::Uniform([true, false, false, false]))
         .loss(Loss::Both)
 }
 
@@ -104,7 +104,11 @@ fn views_equal_their_packed_copies() {
                     .iter()
                     .all(|output| bytes(output) == bits(&expected, output.output));
                 let verdict = view.judge(&got).unwrap();
-                assert!(same || verdict.passed, "{}, {layout:?}: {verdict}", report.name);
+                assert!(
+                    same || verdict.passed,
+                    "{}, {layout:?}: {verdict}",
+                    report.name
+                );
             }
         }
     });
@@ -293,10 +297,7 @@ fn partial_results_merge_by_lse() {
                 Some((before, before_lse)) => {
                     let sum = (before_lse.clone().exp() + lse.clone().exp()).log();
                     let weight = |lse: Tensor<3>| (lse - sum.clone()).exp().unsqueeze_dim::<4>(3);
-                    (
-                        before * weight(before_lse) + output * weight(lse),
-                        sum,
-                    )
+                    (before * weight(before_lse) + output * weight(lse), sum)
                 }
             });
         }

@@ -4,9 +4,7 @@
 //! step: its own step leaves `dL/dlse` in a slot that both share and hands a zero gradient to the
 //! output, whose step runs after it and takes both gradients in one backward pass.
 
-use crate::ops::{
-    FlashAttentionOps, MaybeBool, MaybeFloat, OperandGradients, Wanted, log_sum_exp,
-};
+use crate::ops::{FlashAttentionOps, MaybeBool, MaybeFloat, OperandGradients, Wanted, log_sum_exp};
 use burn::backend::autodiff::{
     Autodiff,
     checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
@@ -215,9 +213,7 @@ fn record_operands<B: FlashAttentionOps, C: CheckpointStrategy>(
         problem,
     };
     match bias_node {
-        Some(bias_node) => {
-            record::<B, C, 4>([query_node, key_node, value_node, bias_node], inputs)
-        }
+        Some(bias_node) => record::<B, C, 4>([query_node, key_node, value_node, bias_node], inputs),
         None => record::<B, C, 3>([query_node, key_node, value_node], inputs),
     }
 }
@@ -239,7 +235,10 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
             bias: bias.into_option().map(Tracked::<B, C>::into_primitive),
             problem,
         });
-        (Tracked::<B, C>::new(output), Tracked::<B, C>::new(statistics))
+        (
+            Tracked::<B, C>::new(output),
+            Tracked::<B, C>::new(statistics),
+        )
     }
 
     fn attention_backward(

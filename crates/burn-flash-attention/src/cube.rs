@@ -1,10 +1,10 @@
 //! Burn's CubeCL tensors to kernel bindings and back.
 
 use crate::ops::{FlashAttentionOps, MaybeBool, MaybeFloat, OperandGradients, Wanted};
+use burn::backend::DispatchDevice;
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{DType, Device, Shape};
-use burn::backend::DispatchDevice;
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::untile;
 use burn_cubecl::tensor::CubeTensor;

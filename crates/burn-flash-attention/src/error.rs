@@ -21,7 +21,9 @@ pub enum AttentionError {
         expected: String,
     },
     /// The device cannot compute with the element type.
-    #[error("query has element type {given}, expected one that device {device} computes with: {expected}")]
+    #[error(
+        "query has element type {given}, expected one that device {device} computes with: {expected}"
+    )]
     Dtype {
         /// The query's element type.
         given: Dtype,

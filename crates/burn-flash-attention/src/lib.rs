@@ -99,7 +99,7 @@ pub fn flash_attention(
 /// let query = Tensor::<4>::ones([1, 3, 2, 4], &device);
 /// let key = Tensor::<4>::ones([1, 2, 2, 4], &device);
 /// let error = try_flash_attention(query, key.clone(), key, &AttentionOptions::new()).unwrap_err();
-/// assert_eq!(error.to_string(), "query has 3 heads, expected a multiple of the 2 heads of key and value");
+/// assert_eq!(error.to_string(), "query has 3 heads, expected a positive multiple of the 2 heads of key and value");
 /// # }
 /// ```
 pub fn try_flash_attention(

@@ -5,10 +5,10 @@
 //! recurrence, so a backend without kernels needs an empty `impl`.
 
 use crate::composed;
-use burn::backend::tensor::{BoolTensor, FloatTensor};
-use burn::backend::{Backend, ExtensionType, backend_extension};
 #[cfg(feature = "fusion")]
 use burn::backend::fusion::custom::TensorSpec;
+use burn::backend::tensor::{BoolTensor, FloatTensor};
+use burn::backend::{Backend, ExtensionType, backend_extension};
 use flash_attention_spec::Problem;
 
 /// A float tensor or none.
@@ -200,8 +200,7 @@ pub trait FlashAttentionOps: Backend {
         #[extension_type] bias: MaybeFloat<Self>,
         problem: Problem,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        let (output, statistics) =
-            Self::attention_forward(query, key, value, mask, bias, problem);
+        let (output, statistics) = Self::attention_forward(query, key, value, mask, bias, problem);
         (output, log_sum_exp::<Self>(statistics, &problem))
     }
 }
@@ -215,10 +214,7 @@ pub(crate) fn log_sum_exp<B: FlashAttentionOps>(
     let part = |n: usize| {
         let [batch, heads, seq_q] = shape;
         let slices = [n..n + 1, 0..batch, 0..heads, 0..seq_q].map(Into::into);
-        B::float_reshape(
-            B::float_slice(statistics.clone(), &slices),
-            shape.into(),
-        )
+        B::float_reshape(B::float_slice(statistics.clone(), &slices), shape.into())
     };
     if shape.contains(&0) {
         return B::float_reshape(statistics, shape.into());
@@ -279,6 +275,7 @@ fn backward_specs(
 }
 
 /// Shape of the row statistics.
+#[cfg(any(feature = "cube", feature = "fusion"))]
 pub(crate) fn statistics_shape(problem: &Problem) -> [usize; 4] {
     [2, problem.batch, problem.heads, problem.seq_q]
 }

@@ -285,7 +285,11 @@ mod tests {
         let verdict = judge(&judged(&with(3, 2.01)));
         assert!(!verdict.passed);
         assert_eq!((verdict.index, verdict.got, verdict.exact), (3, 2.01, 2.0));
-        assert!(verdict.message.contains("at [0, 0, 1, 1]: got 2.01e0, exact 2e0"));
+        assert!(
+            verdict
+                .message
+                .contains("at [0, 0, 1, 1]: got 2.01e0, exact 2e0")
+        );
     }
 
     /// Catches a comparison that a NaN slips through, and an infinity.

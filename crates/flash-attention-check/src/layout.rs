@@ -71,7 +71,8 @@ impl Operands {
         let dtype = problem.dtype;
         let score_shape = problem.score_shape();
         let mask = data.mask.as_ref().zip(problem.mask);
-        let mask = mask.map(|(mask, shape)| lay_mask(mask, shape, score_shape, case.layout, device));
+        let mask =
+            mask.map(|(mask, shape)| lay_mask(mask, shape, score_shape, case.layout, device));
         let bias = data.bias.as_ref().zip(problem.bias);
         let bias = bias.map(|(bias, shape)| {
             let bias = lay(bias, shape, 3, case.layout, dtype, device);
@@ -88,8 +89,12 @@ impl Operands {
             let lay = |values, shape| lay(values, shape, 2, case.layout, dtype, device);
             let [key, value] = if case.layout == Layout::Expanded {
                 [(&data.key, key_shape), (&data.value, value_shape)].map(|(values, shape)| {
-                    let first_heads = float_tensor(values, shape, dtype, device)
-                        .slice([0..batch, 0..1, 0..shape[2], 0..shape[3]]);
+                    let first_heads = float_tensor(values, shape, dtype, device).slice([
+                        0..batch,
+                        0..1,
+                        0..shape[2],
+                        0..shape[3],
+                    ]);
                     first_heads.expand(shape)
                 })
             } else {
@@ -198,7 +203,10 @@ fn swapped_axes(layout: Layout) -> (usize, usize) {
 fn fused(data: &Data, shape: [usize; 4], device: &Device) -> [Tensor<4>; 3] {
     let [batch, heads, seq, dim] = shape;
     let mut buffer = vec![0.0; batch * seq * 3 * heads * dim];
-    for (n, operand) in [&data.query, &data.key, &data.value].into_iter().enumerate() {
+    for (n, operand) in [&data.query, &data.key, &data.value]
+        .into_iter()
+        .enumerate()
+    {
         let (rows, _) = swap(operand, shape, 1, 2);
         for (position, row) in rows.chunks(heads * dim).enumerate() {
             buffer[(position * 3 + n) * heads * dim..][..heads * dim].copy_from_slice(row);
@@ -214,12 +222,7 @@ fn fused(data: &Data, shape: [usize; 4], device: &Device) -> [Tensor<4>; 3] {
 }
 
 /// Row-major copy with axes `a` and `b` swapped.
-fn swap<T: Copy>(
-    values: &[T],
-    shape: [usize; 4],
-    a: usize,
-    b: usize,
-) -> (Vec<T>, [usize; 4]) {
+fn swap<T: Copy>(values: &[T], shape: [usize; 4], a: usize, b: usize) -> (Vec<T>, [usize; 4]) {
     let mut swapped_shape = shape;
     swapped_shape.swap(a, b);
     let [n0, n1, n2, n3] = swapped_shape;
@@ -278,12 +281,11 @@ mod tests {
             let case = Case::new("layouts", "", [2, 3, 3, 5, 5, 4, 4])
                 .layout(layout)
                 .mask(crate::cases::Mask::Random([false, true, false, false]))
-                .bias(crate::cases::Bias::Normal(crate::cases::FULL));
+                .bias(crate::cases::Bias::Uniform(crate::cases::FULL));
             let data = Data::draw(&case, Dtype::F32, 1).unwrap();
             let laid = Operands::new(&case, &data, &device);
-            let values = |tensor: Tensor<4>| -> Vec<f64> {
-                tensor.into_data().iter::<f64>().collect()
-            };
+            let values =
+                |tensor: Tensor<4>| -> Vec<f64> { tensor.into_data().iter::<f64>().collect() };
             assert_eq!(values(laid.query), data.query, "{layout:?}");
             assert_eq!(values(laid.key), data.key, "{layout:?}");
             assert_eq!(values(laid.value), data.value, "{layout:?}");

@@ -246,4 +246,3 @@ fn broadcast_index(shape: [usize; 4], position: [usize; 4]) -> usize {
         index * size + if size == 1 { 0 } else { at }
     })
 }
-

@@ -495,4 +495,62 @@ mod tests {
             }
         }
     }
+
+    /// Catches a grid that is blind: a device that gets one thing wrong everywhere must fail at
+    /// least one case, whichever thing it is.
+    #[cfg(feature = "flex")]
+    #[test]
+    fn every_fault_fails_some_case() {
+        use flash_attention_spec::Alignment;
+
+        type Fault = (&'static str, fn(&mut Prepared));
+        let faults: [Fault; 11] = [
+            ("window one key wider to the left", |prepared| {
+                let left = &mut prepared.case.options.window.left;
+                *left = left.map(|left| left + 1);
+            }),
+            ("window one key wider to the right", |prepared| {
+                let right = &mut prepared.case.options.window.right;
+                *right = right.map(|right| right + 1);
+            }),
+            ("top-left alignment throughout", |prepared| {
+                prepared.case.options.alignment = Alignment::TopLeft;
+            }),
+            ("bottom-right alignment throughout", |prepared| {
+                prepared.case.options.alignment = Alignment::BottomRight;
+            }),
+            ("no causal", |prepared| prepared.case.options.causal = false),
+            ("no soft cap", |prepared| {
+                prepared.case.options.softcap = None
+            }),
+            ("no scale", |prepared| prepared.case.options.scale = None),
+            ("no mask", |prepared| {
+                prepared.draws.iter_mut().for_each(|data| data.mask = None);
+            }),
+            ("mask of the wrong polarity", |prepared| {
+                let masks = prepared.draws.iter_mut().flat_map(|data| &mut data.mask);
+                masks.flatten().for_each(|hidden| *hidden = !*hidden);
+            }),
+            ("incoming gradient of 1 throughout", |prepared| {
+                prepared.case.gradient_layout = crate::cases::GradientLayout::Sum;
+            }),
+            ("no gradient of lse", |prepared| {
+                let draws = prepared.draws.iter_mut();
+                draws.for_each(|data| data.lse_gradient.fill(0.0));
+            }),
+        ];
+        let device = Device::flex();
+        let cases: Vec<_> = grid(false)
+            .into_iter()
+            .map(|case| Prepared::new(&case, Dtype::F32, 1).unwrap())
+            .collect();
+        for (name, fault) in faults {
+            let fails = |prepared: &Prepared| {
+                let mut faulty = prepared.clone();
+                fault(&mut faulty);
+                faulty.run(&device).is_ok_and(|report| !report.passed)
+            };
+            assert!(cases.iter().any(fails), "{name} passes every case");
+        }
+    }
 }

@@ -30,3 +30,20 @@ pub fn guard<T>(work: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
         Err(text.unwrap_or_else(|| "panic".to_string()).into())
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_is_an_error_of_one_line() {
+        keep_panics();
+        let outcome: Outcome<()> = guard(|| panic!("the device\nis lost"));
+        drop(panic::take_hook());
+        let text = outcome.unwrap_err().to_string();
+        assert!(
+            text.starts_with("the device is lost (") && !text.contains('\n'),
+            "{text}"
+        );
+    }
+}

@@ -26,10 +26,10 @@ type Outcome<T> = Result<T, Box<dyn Error>>;
 /// tensors, and shows the block recurrence step by step. The exit status is 0 only when all is
 /// well; an error is one line on standard error.
 #[derive(Parser)]
-#[command(name = "attn", version)]
+#[command(name = "attn", version, arg_required_else_help = false)]
 struct Cli {
     /// Print JSON instead of text; infinities and NaN are strings there
-    #[arg(long, global = true)]
+    #[arg(long, global = true, display_order = 900)]
     json: bool,
     #[command(subcommand)]
     command: Command,
@@ -88,7 +88,8 @@ fn print(report: Report, json: bool) -> Outcome<Option<String>> {
 /// clap's message without the usage text that follows it.
 fn usage_error(error: &clap::Error) -> String {
     let text = error.render().to_string();
-    let tail = ["\nUsage:", "\nFor more information"];
-    let end = tail.iter().filter_map(|mark| text.find(mark)).min();
-    one_line(&text[..end.unwrap_or(text.len())])
+    let parts = text.split("\n\n").map(one_line);
+    let message =
+        parts.take_while(|part| !part.starts_with("Usage:") && !part.starts_with("For more"));
+    message.collect::<Vec<_>>().join("; ")
 }

@@ -31,7 +31,9 @@ pub enum Reason {
         other: &'static str,
     },
     /// The number of query heads is not a multiple of the number of key heads.
-    #[error("query has {heads} heads, expected a multiple of the {kv_heads} heads of key and value")]
+    #[error(
+        "query has {heads} heads, expected a positive multiple of the {kv_heads} heads of key and value"
+    )]
     Heads {
         /// Heads of the query.
         heads: usize,

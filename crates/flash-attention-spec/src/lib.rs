@@ -3,7 +3,7 @@
 //! - [`Problem`] checks shapes and options once; everything downstream trusts it.
 //! - [`visibility`] and [`score`] hold the one definition of which keys a query sees and how a
 //!   score is formed. Kernels and host code call the same functions.
-//! - [`reference`] is the textbook computation in `f64`, forward and backward.
+//! - [`mod@reference`] is the textbook computation in `f64`, forward and backward.
 //! - [`ledger`] shows the block recurrence of flash attention step by step.
 //!
 //! Shapes are `[batch, heads, seq_q, head_dim]` for queries, `[batch, kv_heads, seq_kv, head_dim]`

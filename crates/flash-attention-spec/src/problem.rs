@@ -207,7 +207,10 @@ impl Problem {
         let bias = bias.flatten();
         for (operand, shape) in [("mask", mask), ("bias", bias)] {
             if let Some(given) = shape
-                && !given.iter().zip(scores).all(|(&n, full)| n == full || n == 1)
+                && !given
+                    .iter()
+                    .zip(scores)
+                    .all(|(&n, full)| n == full || n == 1)
             {
                 reasons.push(Reason::Broadcast {
                     operand,

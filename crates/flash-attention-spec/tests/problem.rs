@@ -367,7 +367,7 @@ fn all_reasons_come_at_once() {
         "softcap is 0, expected a positive finite number",
         "key has batch 1, expected 2 as in query",
         "value has seq_kv 6, expected 7 as in key",
-        "query has 3 heads, expected a multiple of the 2 heads of key and value",
+        "query has 3 heads, expected a positive multiple of the 2 heads of key and value",
         "query has head_dim 300, expected 1 to 256",
         "mask has shape [2, 3, 5, 8], expected [2, 3, 5, 7] with any dimension 1",
         "bias has shape [2, 3, 4, 7], expected [2, 3, 5, 7] with any dimension 1",

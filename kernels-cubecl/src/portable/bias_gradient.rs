@@ -112,19 +112,43 @@ pub(crate) fn bias_gradient_kernel<E: Float, M: Int, N: Size>(
                             unit_y,
                         };
                         block_dots(
-                            query, query_rows, key, key_rows, position, &mut stage, &mut dots,
-                            config.head_dim, config,
+                            query,
+                            query_rows,
+                            key,
+                            key_rows,
+                            position,
+                            &mut stage,
+                            &mut dots,
+                            config.head_dim,
+                            config,
                         );
                         rebuild_probabilities::<E, M>(
-                            &dots, &mut probabilities, row_statistics, position, &mask, &bias,
-                            &geometry, config,
+                            &dots,
+                            &mut probabilities,
+                            row_statistics,
+                            position,
+                            &mask,
+                            &bias,
+                            &geometry,
+                            config,
                         );
                         block_dots(
-                            output_gradient, gradient_rows, value, value_rows, position,
-                            &mut stage, &mut gradients, config.value_dim, config,
+                            output_gradient,
+                            gradient_rows,
+                            value,
+                            value_rows,
+                            position,
+                            &mut stage,
+                            &mut gradients,
+                            config.value_dim,
+                            config,
                         );
                         score_gradients(
-                            &probabilities, &mut gradients, row_statistics, position, &geometry,
+                            &probabilities,
+                            &mut gradients,
+                            row_statistics,
+                            position,
+                            &geometry,
                             config,
                         );
                         #[unroll]

@@ -33,11 +33,26 @@ pub(crate) fn delta_kernel<E: Float, N: Size>(
 
     let mut sum = Quad::new(0.0);
     for quad in 0..comptime!(config.value_dim.div_ceil(4)) {
-        let o = load_quad(output, output_rows, i as i32, quad, config.value_dim, config);
-        let g = load_quad(output_gradient, gradient_rows, i as i32, quad, config.value_dim, config);
+        let o = load_quad(
+            output,
+            output_rows,
+            i as i32,
+            quad,
+            config.value_dim,
+            config,
+        );
+        let g = load_quad(
+            output_gradient,
+            gradient_rows,
+            i as i32,
+            quad,
+            config.value_dim,
+            config,
+        );
         sum = fma(o, g, sum);
     }
-    let mut delta = sum.extract(0usize) + sum.extract(1usize) + sum.extract(2usize) + sum.extract(3usize);
+    let mut delta =
+        sum.extract(0usize) + sum.extract(1usize) + sum.extract(2usize) + sum.extract(3usize);
     #[comptime]
     match &lse_gradient {
         ComptimeOption::Some(lse_gradient) => {

@@ -1,6 +1,8 @@
 //! The forward kernel: one cube for each block of queries of a head.
 
-use super::problem::{Config, Geometry, counts, finish_score, keys_of_block, lowest, wholly_visible};
+use super::problem::{
+    Config, Geometry, counts, finish_score, keys_of_block, lowest, score_row, wholly_visible,
+};
 use super::stage::{rows_of, stage_columns, stage_features};
 use super::tile::{Quad, accumulate_dots, accumulate_rows, column_passes};
 use cubecl::prelude::*;
@@ -83,12 +85,28 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             let quad = chunk * tile.depth;
             sync_cube();
             stage_features(
-                query, query_rows, first_query, quad, &mut stage,
-                0usize, block_q, false, config.head_dim, config,
+                query,
+                query_rows,
+                first_query,
+                quad,
+                &mut stage,
+                0usize,
+                block_q,
+                false,
+                config.head_dim,
+                config,
             );
             stage_features(
-                key, key_rows, first_kv, quad, &mut stage,
-                comptime!(block_q * tile.pitch()), block_kv, true, config.head_dim, config,
+                key,
+                key_rows,
+                first_kv,
+                quad,
+                &mut stage,
+                comptime!(block_q * tile.pitch()),
+                block_kv,
+                true,
+                config.head_dim,
+                config,
             );
             sync_cube();
             accumulate_dots(&stage, &mut scores, unit_x, unit_y, tile);
@@ -98,14 +116,25 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
         #[unroll]
         for r in 0..tile.rows {
             let row = unit_y + r * tile.units_y;
+            let view = score_row::<E, M>(
+                first_query + row as i32,
+                batch,
+                head,
+                &mask,
+                &bias,
+                &geometry,
+            );
             let mut highest = lowest();
             #[unroll]
             for c in 0..4usize {
                 let score = finish_score::<E, M>(
                     scores[comptime!(r * 4 + c)],
-                    first_query + row as i32,
+                    view,
                     first_kv + (unit_x * 4 + c) as i32,
-                    batch, head, &mask, &bias, &geometry, config,
+                    &mask,
+                    &bias,
+                    &geometry,
+                    config,
                 );
                 scores[comptime!(r * 4 + c)] = score;
                 highest = max(highest, score);
@@ -146,24 +175,49 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
         // O += P V
         #[unroll]
         for pass in 0..passes {
-            #[unroll]
             for part in 0..comptime!(block_kv / staged) {
-                let first = comptime!(part * staged);
+                let first = part * staged;
                 sync_cube();
                 stage_columns(
-                    value, value_rows, first_kv + first as i32, &mut stage, &mut non_finite, edge,
-                    staged, pass, config.value_dim, config,
+                    value,
+                    value_rows,
+                    first_kv + first as i32,
+                    &mut stage,
+                    &mut non_finite,
+                    edge,
+                    staged,
+                    pass,
+                    config.value_dim,
+                    config,
                 );
                 sync_cube();
                 if edge && non_finite[0] != 0 {
                     accumulate_rows(
-                        &probabilities, &stage, &mut out, unit_x, unit_y, first,
-                        staged, pass, passes, true, tile,
+                        &probabilities,
+                        &stage,
+                        &mut out,
+                        unit_x,
+                        unit_y,
+                        first,
+                        staged,
+                        pass,
+                        passes,
+                        true,
+                        tile,
                     );
                 } else {
                     accumulate_rows(
-                        &probabilities, &stage, &mut out, unit_x, unit_y, first,
-                        staged, pass, passes, false, tile,
+                        &probabilities,
+                        &stage,
+                        &mut out,
+                        unit_x,
+                        unit_y,
+                        first,
+                        staged,
+                        pass,
+                        passes,
+                        false,
+                        tile,
                     );
                 }
             }

@@ -1,6 +1,6 @@
 //! One block of scores in the backward pass: probabilities rebuilt, and their gradients.
 
-use super::problem::{Config, Geometry, counts, finish_score, uncap};
+use super::problem::{Config, Geometry, counts, finish_score, score_row, uncap};
 use super::stage::{Rows, stage_features};
 use super::tile::{Quad, accumulate_dots};
 use cubecl::prelude::*;
@@ -41,12 +41,28 @@ pub(crate) fn block_dots<E: Float, N: Size>(
         let quad = chunk * tile.depth;
         sync_cube();
         stage_features(
-            a, a_rows, position.first_query, quad, stage,
-            0usize, block_q, false, dim, config,
+            a,
+            a_rows,
+            position.first_query,
+            quad,
+            stage,
+            0usize,
+            block_q,
+            false,
+            dim,
+            config,
         );
         stage_features(
-            b, b_rows, position.first_kv, quad, stage,
-            comptime!(block_q * tile.pitch()), comptime!(tile.block_kv()), true, dim, config,
+            b,
+            b_rows,
+            position.first_kv,
+            quad,
+            stage,
+            comptime!(block_q * tile.pitch()),
+            comptime!(tile.block_kv()),
+            true,
+            dim,
+            config,
         );
         sync_cube();
         accumulate_dots(&*stage, dots, position.unit_x, position.unit_y, tile);
@@ -78,13 +94,17 @@ pub(crate) fn rebuild_probabilities<E: Float, M: Int>(
             maximum = row_statistics[at];
             log_sum = row_statistics[rows + at];
         }
+        let view = score_row::<E, M>(i, position.batch, position.head, mask, bias, geometry);
         #[unroll]
         for c in 0..4usize {
             let score = finish_score::<E, M>(
                 dots[comptime!(r * 4 + c)],
-                i,
+                view,
                 position.first_kv + (position.unit_x * 4 + c) as i32,
-                position.batch, position.head, mask, bias, geometry, config,
+                mask,
+                bias,
+                geometry,
+                config,
             );
             let mut p = 0.0f32;
             if counts(score) {

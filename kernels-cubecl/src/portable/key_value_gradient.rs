@@ -36,7 +36,11 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     let tile = comptime!(config.tile);
     let block_q = comptime!(tile.block_q());
     let block_kv = comptime!(tile.block_kv());
-    let dim = comptime!(if of_key { config.head_dim } else { config.value_dim });
+    let dim = comptime!(if of_key {
+        config.head_dim
+    } else {
+        config.value_dim
+    });
     let passes = comptime!(column_passes(tile, dim));
     let staged = comptime!(tile.staged_rows().min(block_q));
 
@@ -104,20 +108,44 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
                     unit_y,
                 };
                 block_dots(
-                    query, query_rows, key, key_rows, position, &mut stage, &mut dots,
-                    config.head_dim, config,
+                    query,
+                    query_rows,
+                    key,
+                    key_rows,
+                    position,
+                    &mut stage,
+                    &mut dots,
+                    config.head_dim,
+                    config,
                 );
                 rebuild_probabilities::<E, M>(
-                    &dots, &mut probabilities, row_statistics, position, &mask, &bias, &geometry,
+                    &dots,
+                    &mut probabilities,
+                    row_statistics,
+                    position,
+                    &mask,
+                    &bias,
+                    &geometry,
                     config,
                 );
                 if comptime!(of_key) {
                     block_dots(
-                        output_gradient, gradient_rows, value, value_rows, position, &mut stage,
-                        &mut gradients, config.value_dim, config,
+                        output_gradient,
+                        gradient_rows,
+                        value,
+                        value_rows,
+                        position,
+                        &mut stage,
+                        &mut gradients,
+                        config.value_dim,
+                        config,
                     );
                     score_gradients(
-                        &probabilities, &mut gradients, row_statistics, position, &geometry,
+                        &probabilities,
+                        &mut gradients,
+                        row_statistics,
+                        position,
+                        &geometry,
                         config,
                     );
                     uncap_gradients(&dots, &mut gradients, &geometry, config);
@@ -128,31 +156,46 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
 
                 #[unroll]
                 for pass in 0..passes {
-                    #[unroll]
                     for part in 0..comptime!(block_q / staged) {
-                        let first = comptime!(part * staged);
+                        let first = part * staged;
                         sync_cube();
                         if comptime!(of_key) {
                             stage_columns(
-                                query, query_rows, first_query + first as i32, &mut stage,
-                                &mut non_finite, edge, staged, pass, dim, config,
+                                query,
+                                query_rows,
+                                first_query + first as i32,
+                                &mut stage,
+                                &mut non_finite,
+                                edge,
+                                staged,
+                                pass,
+                                dim,
+                                config,
                             );
                         } else {
                             stage_columns(
-                                output_gradient, gradient_rows, first_query + first as i32,
-                                &mut stage, &mut non_finite, edge, staged, pass, dim, config,
+                                output_gradient,
+                                gradient_rows,
+                                first_query + first as i32,
+                                &mut stage,
+                                &mut non_finite,
+                                edge,
+                                staged,
+                                pass,
+                                dim,
+                                config,
                             );
                         }
                         sync_cube();
                         if edge && non_finite[0] != 0 {
                             accumulate_columns(
-                                &shared, &stage, &mut out, unit_x, unit_y, first,
-                                staged, pass, passes, true, tile,
+                                &shared, &stage, &mut out, unit_x, unit_y, first, staged, pass,
+                                passes, true, tile,
                             );
                         } else {
                             accumulate_columns(
-                                &shared, &stage, &mut out, unit_x, unit_y, first,
-                                staged, pass, passes, false, tile,
+                                &shared, &stage, &mut out, unit_x, unit_y, first, staged, pass,
+                                passes, false, tile,
                             );
                         }
                     }

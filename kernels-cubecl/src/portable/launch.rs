@@ -294,7 +294,9 @@ impl<'a> Launch<'a> {
             .chain(mask.map(|mask| mask.handle.size() as usize))
             .chain([
                 problem.output_shape().iter().product(),
-                problem.batch * problem.kv_heads * problem.seq_kv
+                problem.batch
+                    * problem.kv_heads
+                    * problem.seq_kv
                     * problem.head_dim.max(problem.value_dim),
                 3 * problem.lse_shape().iter().product::<usize>(),
             ])

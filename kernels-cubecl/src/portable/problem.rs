@@ -3,7 +3,7 @@
 use super::tile::Tile;
 use cubecl::prelude::*;
 use flash_attention_spec::score::{soft_cap, soft_cap_derivative};
-use flash_attention_spec::visibility::{end_key, first_key, in_band};
+use flash_attention_spec::visibility::{end_key, first_key};
 
 /// Run-time numbers of a problem.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -103,52 +103,90 @@ pub(crate) fn partly_visible(
     keys.first < first_kv + comptime!(tile.block_kv() as i32) && keys.end > first_kv
 }
 
-/// The score of query `i` and key `j`, [`lowest`] where the key is hidden.
+/// What the scores of one query have in common.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct ScoreRow {
+    /// The keys that the band leaves visible; none for a row past the last query.
+    pub first: i32,
+    pub end: i32,
+    /// Offsets of the row in mask and bias.
+    pub mask_base: usize,
+    pub bias_base: usize,
+}
+
+/// The row of query `i`.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn finish_score<E: Float, M: Int>(
-    dot: f32,
+pub(crate) fn score_row<E: Float, M: Int>(
     i: i32,
-    j: i32,
     batch: usize,
     head: usize,
     mask: &ComptimeOption<&Tensor<M>>,
     bias: &ComptimeOption<&Tensor<E>>,
     geometry: &Geometry,
+) -> ScoreRow {
+    let first = first_key(i, geometry.offset, geometry.left);
+    let mut end = end_key(i, geometry.offset, geometry.right);
+    end = select(end > geometry.seq_kv, geometry.seq_kv, end);
+    end = select(i < geometry.seq_q, end, first);
+    let mut mask_base = 0usize;
+    #[comptime]
+    match mask {
+        ComptimeOption::Some(mask) => {
+            mask_base =
+                batch * mask.stride(0) + head * mask.stride(1) + i as usize * mask.stride(2);
+        }
+        ComptimeOption::None => {}
+    }
+    let mut bias_base = 0usize;
+    #[comptime]
+    match bias {
+        ComptimeOption::Some(bias) => {
+            bias_base =
+                batch * bias.stride(0) + head * bias.stride(1) + i as usize * bias.stride(2);
+        }
+        ComptimeOption::None => {}
+    }
+    ScoreRow {
+        first,
+        end,
+        mask_base,
+        bias_base,
+    }
+}
+
+/// The score of a row and key `j`, [`lowest`] where the key is hidden.
+#[cube]
+pub(crate) fn finish_score<E: Float, M: Int>(
+    dot: f32,
+    row: ScoreRow,
+    j: i32,
+    mask: &ComptimeOption<&Tensor<M>>,
+    bias: &ComptimeOption<&Tensor<E>>,
+    geometry: &Geometry,
     #[comptime] config: Config,
 ) -> f32 {
-    let mut score = lowest();
-    let mut visible = i < geometry.seq_q
-        && j < geometry.seq_kv
-        && in_band(i, j, geometry.offset, geometry.left, geometry.right);
+    let mut score = capped_score(dot, geometry, config);
+    let mut visible = j >= row.first && j < row.end;
     #[comptime]
     match mask {
         ComptimeOption::Some(mask) => {
             if visible {
-                let at = batch * mask.stride(0)
-                    + head * mask.stride(1)
-                    + i as usize * mask.stride(2)
-                    + j as usize * mask.stride(3);
-                visible = mask[at] == M::from_int(0);
+                visible = mask[row.mask_base + j as usize * mask.stride(3)] == M::from_int(0);
             }
         }
         ComptimeOption::None => {}
     }
-    if visible {
-        score = capped_score(dot, geometry, config);
-        #[comptime]
-        match bias {
-            ComptimeOption::Some(bias) => {
-                let at = batch * bias.stride(0)
-                    + head * bias.stride(1)
-                    + i as usize * bias.stride(2)
-                    + j as usize * bias.stride(3);
-                score += f32::cast_from(bias[at]);
+    #[comptime]
+    match bias {
+        ComptimeOption::Some(bias) => {
+            if visible {
+                score += f32::cast_from(bias[row.bias_base + j as usize * bias.stride(3)]);
             }
-            ComptimeOption::None => {}
         }
+        ComptimeOption::None => {}
     }
-    score
+    select(visible, score, lowest())
 }
 
 /// Whether a score of [`finish_score`] is visible and above minus infinity; true for NaN, which
@@ -168,7 +206,7 @@ pub(crate) fn capped_score(dot: f32, geometry: &Geometry, #[comptime] config: Co
     score
 }
 
-/// The gradient of the uncapped score from that of the capped one.
+/// The gradient of the uncapped score from that of the capped one; 0 stays 0 whatever `dot` holds.
 #[cube]
 pub(crate) fn uncap(
     gradient: f32,
@@ -178,8 +216,10 @@ pub(crate) fn uncap(
 ) -> f32 {
     let mut result = gradient;
     if comptime!(config.capped) {
-        let capped = capped_score(dot, geometry, config);
-        result = gradient * soft_cap_derivative(capped, geometry.softcap);
+        if gradient != 0.0f32 {
+            let capped = capped_score(dot, geometry, config);
+            result = gradient * soft_cap_derivative(capped, geometry.softcap);
+        }
     }
     result
 }

@@ -80,42 +80,75 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
             unit_y,
         };
         block_dots(
-            query, query_rows, key, key_rows, position, &mut stage, &mut dots,
-            config.head_dim, config,
+            query,
+            query_rows,
+            key,
+            key_rows,
+            position,
+            &mut stage,
+            &mut dots,
+            config.head_dim,
+            config,
         );
         rebuild_probabilities::<E, M>(
-            &dots, &mut probabilities, row_statistics, position, &mask, &bias, &geometry, config,
+            &dots,
+            &mut probabilities,
+            row_statistics,
+            position,
+            &mask,
+            &bias,
+            &geometry,
+            config,
         );
         block_dots(
-            output_gradient, gradient_rows, value, value_rows, position, &mut stage,
-            &mut gradients, config.value_dim, config,
+            output_gradient,
+            gradient_rows,
+            value,
+            value_rows,
+            position,
+            &mut stage,
+            &mut gradients,
+            config.value_dim,
+            config,
         );
         score_gradients(
-            &probabilities, &mut gradients, row_statistics, position, &geometry, config,
+            &probabilities,
+            &mut gradients,
+            row_statistics,
+            position,
+            &geometry,
+            config,
         );
         uncap_gradients(&dots, &mut gradients, &geometry, config);
         share_scores(&gradients, &mut shared, position, config);
 
         #[unroll]
         for pass in 0..passes {
-            #[unroll]
             for part in 0..comptime!(block_kv / staged) {
-                let first = comptime!(part * staged);
+                let first = part * staged;
                 sync_cube();
                 stage_columns(
-                    key, key_rows, first_kv + first as i32, &mut stage, &mut non_finite, edge,
-                    staged, pass, config.head_dim, config,
+                    key,
+                    key_rows,
+                    first_kv + first as i32,
+                    &mut stage,
+                    &mut non_finite,
+                    edge,
+                    staged,
+                    pass,
+                    config.head_dim,
+                    config,
                 );
                 sync_cube();
                 if edge && non_finite[0] != 0 {
                     accumulate_rows(
-                        &shared, &stage, &mut out, unit_x, unit_y, first,
-                        staged, pass, passes, true, tile,
+                        &shared, &stage, &mut out, unit_x, unit_y, first, staged, pass, passes,
+                        true, tile,
                     );
                 } else {
                     accumulate_rows(
-                        &shared, &stage, &mut out, unit_x, unit_y, first,
-                        staged, pass, passes, false, tile,
+                        &shared, &stage, &mut out, unit_x, unit_y, first, staged, pass, passes,
+                        false, tile,
                     );
                 }
             }

@@ -79,7 +79,6 @@ pub(crate) fn stage_features<E: Float, N: Size>(
     let tile = comptime!(config.tile);
     let total = comptime!(length * tile.depth);
     let units = comptime!(tile.units() as usize);
-    #[unroll]
     for n in 0..comptime!(total.div_ceil(units)) {
         let index = n * units + UNIT_POS as usize;
         if comptime!(total % units == 0) || index < total {
@@ -89,8 +88,14 @@ pub(crate) fn stage_features<E: Float, N: Size>(
             if comptime!(interleave) {
                 to = (row % 4) * tile.units_x + row / 4;
             }
-            stage[slot + to * comptime!(tile.pitch()) + quad] =
-                load_quad::<E, N>(x, rows, first_row + row as i32, first_quad + quad, dim, config);
+            stage[slot + to * comptime!(tile.pitch()) + quad] = load_quad::<E, N>(
+                x,
+                rows,
+                first_row + row as i32,
+                first_quad + quad,
+                dim,
+                config,
+            );
         }
     }
 }
@@ -115,7 +120,6 @@ pub(crate) fn stage_columns<E: Float, N: Size>(
     let tile = comptime!(config.tile);
     let total = comptime!(length * tile.units_x);
     let units = comptime!(tile.units() as usize);
-    #[unroll]
     for n in 0..comptime!(total.div_ceil(units)) {
         let index = n * units + UNIT_POS as usize;
         if comptime!(total % units == 0) || index < total {

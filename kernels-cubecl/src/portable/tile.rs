@@ -133,24 +133,35 @@ pub(crate) fn accumulate_dots(
 ) {
     let pitch = comptime!(tile.pitch());
     let keys = comptime!(tile.block_q() * tile.pitch());
-    #[unroll]
     for d in 0..tile.depth {
-        let mut b = Array::<Quad>::new(4usize);
+        let mut b = Array::<f32>::new(16usize);
         #[unroll]
         for c in 0..4usize {
-            b[c] = stage[keys + (c * tile.units_x + unit_x) * pitch + d];
+            let quad = stage[keys + (c * tile.units_x + unit_x) * pitch + d];
+            #[unroll]
+            for e in 0..4usize {
+                b[comptime!(c * 4 + e)] = quad.extract(e);
+            }
         }
         #[unroll]
         for r in 0..tile.rows {
-            let a = stage[(unit_y + r * tile.units_y) * pitch + d];
+            let quad = stage[(unit_y + r * tile.units_y) * pitch + d];
+            let mut sums = Array::<f32>::new(4usize);
             #[unroll]
             for c in 0..4usize {
-                let mut sum = scores[r * 4 + c];
+                sums[c] = scores[comptime!(r * 4 + c)];
+            }
+            #[unroll]
+            for e in 0..4usize {
+                let a = quad.extract(e);
                 #[unroll]
-                for e in 0..4usize {
-                    sum = fma(a.extract(e), b[c].extract(e), sum);
+                for c in 0..4usize {
+                    sums[c] = fma(a, b[comptime!(c * 4 + e)], sums[c]);
                 }
-                scores[r * 4 + c] = sum;
+            }
+            #[unroll]
+            for c in 0..4usize {
+                scores[comptime!(r * 4 + c)] = sums[c];
             }
         }
     }

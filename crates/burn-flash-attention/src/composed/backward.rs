@@ -12,7 +12,7 @@ use std::ops::Range;
 
 /// The wanted gradients, in the shapes and element type of the operands.
 ///
-/// `statistics` are those of [`forward`](super::forward); `lse_gradient` is `[batch, heads, seq_q]`.
+/// `statistics` are those of [`forward`](super::forward()); `lse_gradient` is `[batch, heads, seq_q]`.
 pub(crate) fn backward<B: Backend>(
     operands: Operands<B>,
     output: FloatTensor<B>,

@@ -51,8 +51,7 @@ impl<'a, B: Backend> Sums<'a, B> {
         add::<B>(&mut self.query.0, term);
     }
 
-    /// Adds `[batch, kv_heads, keys, head_dim]`, of queries that hold scale over soft cap, to key
-    /// block `n`.
+    /// Adds `[batch, kv_heads, keys, head_dim]`, of queries times the scale, to key block `n`.
     pub fn add_key(&mut self, n: usize, term: FloatTensor<B>) {
         add::<B>(&mut self.key[n], term);
     }
@@ -118,7 +117,6 @@ impl<'a, B: Backend> Sums<'a, B> {
             seq_kv,
             head_dim,
             value_dim,
-            softcap,
             ..
         } = *self.problem;
         let wanted = self.wanted;
@@ -126,13 +124,7 @@ impl<'a, B: Backend> Sums<'a, B> {
             .query
             .then(|| B::float_cat(std::mem::take(&mut self.query.1), 2));
         let key = wanted.key.then(|| {
-            // Scores were formed of queries that hold scale over soft cap.
-            let sums = std::mem::take(&mut self.key)
-                .into_iter()
-                .map(|sum| match softcap {
-                    Some(softcap) => sum.map(|sum| B::float_mul_scalar(sum, softcap.into())),
-                    None => sum,
-                });
+            let sums = std::mem::take(&mut self.key).into_iter();
             self.key_rows(sums, [batch, kv_heads, seq_kv, head_dim])
         });
         let value = wanted.value.then(|| {

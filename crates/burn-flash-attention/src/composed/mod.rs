@@ -17,7 +17,7 @@
 //! (Dao et al., arXiv:2205.14135, algorithms 1 and 4.) Dividing G and D by the denominator instead of
 //! E saves a pass over each block of scores. Backward forms bit for bit the scores whose maximum
 //! forward has saved, so `S - m` is exact however large they are; this is why both passes take
-//! their blocks from [`Blocks::of`] and their scores from [`Tiles::scores`].
+//! their blocks from [`Blocks::of`] and their scores from [`Tiles::scores`](tile::Tiles::scores).
 //!
 //! All heads go through one batched product at a time. The query heads that read one key head are
 //! stacked as rows of one block, so keys and values are never copied for them.

@@ -96,15 +96,10 @@ impl<'a, B: Backend> Tiles<'a, B> {
         reshape::<B, 4>(tensor, [batch, heads, stacked / self.problem.group(), dim])
     }
 
-    /// Rows of the query, times [`Tiles::query_factor`].
+    /// Rows of the query, times the scale.
     pub fn query(&self, rows: &Range<usize>) -> FloatTensor<B> {
         let query = self.rows(self.operands.query.clone(), rows);
-        B::float_mul_scalar(query, self.query_factor().into())
-    }
-
-    /// What the query is multiplied by before it meets a key.
-    fn query_factor(&self) -> f64 {
-        self.problem.scale / self.problem.softcap.unwrap_or(1.0)
+        B::float_mul_scalar(query, self.problem.scale.into())
     }
 
     /// Rows of the key, in `f32`.
@@ -136,7 +131,7 @@ impl<'a, B: Backend> Tiles<'a, B> {
         let mut scores = B::float_matmul(query, B::float_swap_dims(key, 2, 3));
         let mut derivative = None;
         if let Some(softcap) = self.problem.softcap {
-            let tanh = B::float_tanh(scores);
+            let tanh = B::float_tanh(B::float_div_scalar(scores, softcap.into()));
             if slope {
                 // 1 - tanh^2
                 let square = B::float_mul(tanh.clone(), tanh.clone());

@@ -74,7 +74,9 @@ fn rows_without_keys() -> Vec<Case> {
         case("window", 9, 4).window(window.0, window.1).top_left(),
         case("mask", 6, 7).mask(Mask::Rows(1..4)),
         case("bias", 6, 7).bias(Bias::Rows(1..4, f64::NEG_INFINITY)),
-        case("causal and mask", 6, 6).causal().mask(Mask::Keys(0..2)),
+        case("causal and mask", 6, 6)
+            .causal()
+            .mask(Mask::Keys(0..2)),
         case("causal and bias", 6, 6).causal().bias(infinite(0..2)),
         case("causal and window", 9, 4)
             .causal()
@@ -152,10 +154,14 @@ fn poison() -> Vec<Case> {
         Case::new("NaN outside of the window", hidden, [1, 2, 1, 5, 38, 8, 8])
             .window(Some(3), Some(3))
             .poison(0..30, nan),
-        Case::new("NaN past the causal diagonal", hidden, [1, 2, 1, 9, 38, 8, 8])
-            .causal()
-            .top_left()
-            .poison(9..38, nan),
+        Case::new(
+            "NaN past the causal diagonal",
+            hidden,
+            [1, 2, 1, 9, 38, 8, 8],
+        )
+        .causal()
+        .top_left()
+        .poison(9..38, nan),
         Case::new("NaN that causal shows to some queries", partly, square)
             .causal()
             .poison(40..42, nan),
@@ -174,7 +180,7 @@ fn poison() -> Vec<Case> {
         Case::new("38 keys of 64, NaN behind, mask and bias", padding, shape)
             .layout(Layout::LongerBuffer)
             .mask(Mask::Random(FULL))
-            .bias(Bias::Normal(FULL))
+            .bias(Bias::Uniform(FULL))
             .causal(),
     ]
 }
@@ -191,7 +197,7 @@ fn keys_without_rows() -> Vec<Case> {
         case("window").window(Some(0), Some(1)).top_left(),
         case("bias")
             .mask(Mask::Later)
-            .bias(Bias::Normal(PER_SCORE)),
+            .bias(Bias::Uniform(PER_SCORE)),
     ]
 }
 
@@ -246,7 +252,7 @@ fn layouts() -> Vec<Case> {
     };
     let masked = |case: Case| {
         case.mask(Mask::Random([true, true, false, false]))
-            .bias(Bias::Normal([true, false, false, false]))
+            .bias(Bias::Uniform([true, false, false, false]))
     };
     vec![
         case("fused qkv", Layout::FusedQkv),
@@ -271,7 +277,7 @@ fn grouped_heads() -> Vec<Case> {
             let shape = [2, 6, kv_heads, 7, 11, 8, 8];
             Case::new(name, catches, shape)
                 .causal()
-                .bias(Bias::Normal([false, false, true, false]))
+                .bias(Bias::Uniform([false, false, true, false]))
         })
         .collect()
 }
@@ -292,7 +298,7 @@ fn gradient_subsets() -> Vec<Case> {
                 wanted.query, wanted.key, wanted.value, wanted.bias
             );
             Case::new(name, catches, [1, 2, 1, 7, 9, 8, 8])
-                .bias(Bias::Normal([true, false, false, false]))
+                .bias(Bias::Uniform([true, false, false, false]))
                 .wanted(wanted)
         })
         .collect()
@@ -320,13 +326,21 @@ fn number_range() -> Vec<Case> {
             .dtypes(SIXTEEN_BIT)
             .gradient_layout(GradientLayout::Sum)
             .cancelling(&["dq", "dk"]),
-        Case::new("scores of 10000 under a cap of 50", saturated, [1, 2, 1, 8, 37, 16, 8])
-            .draw(Draw::Signs(25.0))
-            .scale(1.0)
-            .softcap(50.0),
-        Case::new("scores around a cap of 1", saturated, [1, 2, 1, 8, 37, 16, 8])
-            .softcap(1.0)
-            .scale(4.0),
+        Case::new(
+            "scores of 10000 under a cap of 50",
+            saturated,
+            [1, 2, 1, 8, 37, 16, 8],
+        )
+        .draw(Draw::Signs(25.0))
+        .scale(1.0)
+        .softcap(50.0),
+        Case::new(
+            "scores around a cap of 1",
+            saturated,
+            [1, 2, 1, 8, 37, 16, 8],
+        )
+        .softcap(1.0)
+        .scale(4.0),
         equal(1000.0),
         equal(10000.0),
     ]
@@ -341,9 +355,10 @@ fn empty() -> Vec<Case> {
         case("no keys", [1, 2, 1, 3, 0, 8, 8]).loss(Loss::Both),
         case("no keys, causal", [2, 2, 2, 3, 0, 8, 5]).causal(),
         case("nothing at all", [0, 1, 1, 0, 0, 8, 8]),
-        case("no keys, bias", [1, 2, 1, 3, 0, 8, 8]).bias(Bias::Normal([true, true, false, false])),
+        case("no keys, bias", [1, 2, 1, 3, 0, 8, 8])
+            .bias(Bias::Uniform([true, true, false, false])),
         case("no queries, bias", [1, 2, 1, 0, 4, 8, 8])
-            .bias(Bias::Normal([true, true, true, false])),
+            .bias(Bias::Uniform([true, true, true, false])),
     ]
 }
 
@@ -354,7 +369,7 @@ fn log_sum_exp() -> Vec<Case> {
         let shape = [1, 4, 2, 35, 37, 8, 8];
         Case::new(format!("loss: {name}"), catches, shape)
             .loss(loss)
-            .bias(Bias::Normal(broadcast))
+            .bias(Bias::Uniform(broadcast))
     };
     vec![
         case("output by the plain call", Loss::Plain),

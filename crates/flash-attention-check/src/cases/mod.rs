@@ -40,22 +40,22 @@ pub enum Bias {
     /// No bias.
     #[default]
     None,
-    /// Standard normal.
-    Normal(Broadcast),
+    /// Uniform, of mean 0 and variance 1.
+    Uniform(Broadcast),
     /// `value` on the given queries and 0 on the others; shape `[1, 1, seq_q, 1]`.
     Rows(Range<usize>, f64),
-    /// `value` on the given keys and standard normal on the others; shape `[1, 1, 1, seq_kv]`.
+    /// `value` on the given keys and uniform on the others; shape `[1, 1, 1, seq_kv]`.
     Keys(Range<usize>, f64),
-    /// Standard normal of full size, NaN on the given keys.
+    /// Uniform and of full size, NaN on the given keys.
     NanOnKeys(Range<usize>),
 }
 
 /// How query, key and value are drawn.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Draw {
-    /// Standard normal.
+    /// Uniform, of mean 0 and variance 1.
     #[default]
-    Normal,
+    Uniform,
     /// Whole numbers from -2 to 2 in query and key: scores that small sums hold exactly.
     WholeNumbers,
     /// Every element of query and key is this number.
@@ -201,13 +201,13 @@ pub struct Case {
 /// Rows of queries, and of keys, that a case of the grid has at least.
 const ROWS: usize = 256;
 /// Elements of a bias gradient that a case of the grid is judged over at least.
-const BIAS_ELEMENTS: usize = 64;
+const BIAS_ELEMENTS: usize = 128;
 
 /// The element types attention is defined on.
 pub const DTYPES: &[Dtype] = &[Dtype::F32, Dtype::F16, Dtype::BF16];
 
 impl Case {
-    /// Plain attention on normal, packed operands with every gradient wanted. `shape` is
+    /// Plain attention on uniform, packed operands with every gradient wanted. `shape` is
     /// `(batch, heads, kv_heads, seq_q, seq_kv, head_dim, value_dim)`.
     ///
     /// ```
@@ -232,7 +232,7 @@ impl Case {
             options: Options::default(),
             mask: Mask::None,
             bias: Bias::None,
-            draw: Draw::Normal,
+            draw: Draw::Uniform,
             poison: None,
             layout: Layout::Packed,
             wanted: Wanted::ALL,
@@ -371,7 +371,7 @@ impl Case {
     pub fn bias_shape(&self) -> Option<[usize; 4]> {
         let broadcast = match self.bias {
             Bias::None => return None,
-            Bias::Normal(broadcast) => broadcast,
+            Bias::Uniform(broadcast) => broadcast,
             Bias::Rows(..) => [true, true, false, true],
             Bias::Keys(..) => [true, true, true, false],
             Bias::NanOnKeys(_) => FULL,

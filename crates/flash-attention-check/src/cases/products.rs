@@ -25,7 +25,7 @@ const OPTIONS: [Choice; 10] = [
     ("window", |case| case.window(Some(9), Some(4))),
     ("mask", |case| case.mask(Mask::Random(FULL))),
     ("bias", |case| {
-        case.bias(Bias::Normal([true, false, false, false]))
+        case.bias(Bias::Uniform([true, false, false, false]))
     }),
     ("grouped heads", |case| Case {
         kv_heads: 1,
@@ -177,7 +177,7 @@ fn broadcast(mask: u8, bias: u8) -> Case {
     // that of lse and not 0.
     Case::new(name, BROADCAST, [2, 4, 2, 7, 9, 8, 8])
         .mask(Mask::Random(subset(mask)))
-        .bias(Bias::Normal(subset(bias)))
+        .bias(Bias::Uniform(subset(bias)))
         .loss(Loss::Both)
 }
 
@@ -220,7 +220,7 @@ pub(super) fn all_layouts() -> Vec<Case> {
                 .gradient_layout(gradient)
                 .causal()
                 .mask(Mask::Random(PER_SCORE))
-                .bias(Bias::Normal([false, true, false, false]))
+                .bias(Bias::Uniform([false, true, false, false]))
                 .wanted(Wanted {
                     bias: layout != Layout::Expanded,
                     ..Wanted::ALL

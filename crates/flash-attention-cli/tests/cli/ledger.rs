@@ -101,8 +101,14 @@ fn the_backward_ledger_keeps_its_counts_apart() {
         }
     }
     let text = stdout("ledger --backward");
-    let line = text.lines().find(|line| line.contains("dot products again backward"));
-    assert_eq!(line.unwrap().split_whitespace().last(), Some("15"), "{text}");
+    let line = text
+        .lines()
+        .find(|line| line.contains("dot products again backward"));
+    assert_eq!(
+        line.unwrap().split_whitespace().last(),
+        Some("15"),
+        "{text}"
+    );
 }
 
 #[test]

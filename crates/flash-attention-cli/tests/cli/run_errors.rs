@@ -1,6 +1,6 @@
 //! `attn run` on broken input: one line that names the culprit, and no file left behind.
 
-use crate::attn::error;
+use crate::attn::{error, stdout};
 use crate::tensors::{File, Stored, random, stored, write};
 use safetensors::tensor::Dtype;
 use std::collections::BTreeMap;
@@ -63,7 +63,7 @@ fn with_number(name: &'static str, at: usize, number: f32) -> File {
 fn the_good_file_is_good() {
     let directory = directory_with(&good());
     let path = directory.path().display();
-    crate::attn::stdout(&format!(
+    stdout(&format!(
         "run --input {path}/in.safetensors --output {path}/out.safetensors --device reference"
     ));
     assert_eq!(
@@ -213,6 +213,32 @@ fn a_number_that_would_reach_the_result_is_named_with_its_place() {
         );
         assert!(line.contains(says), "{line}");
     }
+}
+
+#[test]
+fn padding_is_told_apart_head_by_head() {
+    // Query heads 0 and 1 read key head 0, 2 and 3 key head 1; only head 3 sees anything.
+    let file = |at: usize| {
+        let mut file = BTreeMap::from([
+            ("q", random("q", Dtype::F32, &[1, 4, 3, 4])),
+            ("k", random("k", Dtype::F32, &[1, 2, 5, 4])),
+            ("v", random("v", Dtype::F32, &[1, 2, 5, 6])),
+            (
+                "mask",
+                stored(Dtype::BOOL, &[1, 4, 1, 1], [1.0, 1.0, 1.0, 0.0]),
+            ),
+        ]);
+        let bytes = &mut file.get_mut("k").unwrap().bytes;
+        bytes[4 * at..4 * at + 4].copy_from_slice(&f32::NAN.to_le_bytes());
+        directory_with(&file)
+    };
+    let hidden = file(7);
+    let path = hidden.path().display();
+    stdout(&format!(
+        "run --input {path}/in.safetensors --output {path}/out.safetensors --device reference"
+    ));
+    let line = fails(&file(27), "--device reference");
+    assert!(line.contains("tensor k is NaN at [0, 1, 1, 3]"), "{line}");
 }
 
 #[test]
