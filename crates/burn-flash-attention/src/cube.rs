@@ -5,7 +5,7 @@ use burn::backend::DispatchDevice;
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{DType, Device, Shape};
-use burn_cubecl::CubeBackend;
+use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_cubecl::kernel::untile;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::server::Handle;
@@ -13,12 +13,13 @@ use flash_attention_spec::Problem;
 use kernels_cubecl::device::Device as Limits;
 use kernels_cubecl::plan::{Blueprint, plan};
 use kernels_cubecl::portable;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// The limits of a CubeCL device; none for other backends.
-pub(crate) fn limits(device: &Device) -> Option<Limits> {
-    fn inner(device: &DispatchDevice) -> Option<Limits> {
+pub(crate) fn limits(device: &Device) -> Option<Arc<Limits>> {
+    fn inner(device: &DispatchDevice) -> Option<Arc<Limits>> {
         match device {
-            DispatchDevice::Cube(device) => Some(Limits::read(&device.client())),
+            DispatchDevice::Cube(device) => Some(limits_of(device)),
             #[cfg(feature = "autodiff")]
             DispatchDevice::Autodiff(device) => inner(&device.clone().inner()),
             #[allow(unreachable_patterns)]
@@ -26,6 +27,18 @@ pub(crate) fn limits(device: &Device) -> Option<Limits> {
         }
     }
     inner(device.as_dispatch())
+}
+
+/// Read once for each device: every call asks for them.
+fn limits_of(device: &CubeDevice) -> Arc<Limits> {
+    static READ: Mutex<Vec<(CubeDevice, Arc<Limits>)>> = Mutex::new(Vec::new());
+    let mut read = READ.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, limits)) = read.iter().find(|(known, _)| known == device) {
+        return limits.clone();
+    }
+    let limits = Arc::new(Limits::read(&device.client()));
+    read.push((device.clone(), limits.clone()));
+    limits
 }
 
 impl FlashAttentionOps for CubeBackend {
@@ -112,7 +125,7 @@ impl FlashAttentionOps for CubeBackend {
 
 /// The public functions have asked for this plan before; asking again is pure arithmetic.
 fn blueprint(like: &CubeTensor, problem: &Problem) -> Blueprint {
-    plan(problem, &Limits::read(&like.client)).unwrap_or_else(|error| panic!("{error}"))
+    plan(problem, &limits_of(&like.device)).unwrap_or_else(|error| panic!("{error}"))
 }
 
 fn operands(

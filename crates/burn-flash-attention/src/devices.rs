@@ -109,13 +109,13 @@ fn report(name: String, device: Device) -> DeviceReport {
         return DeviceReport {
             name,
             device,
-            hardware: limits.hardware,
+            hardware: limits.hardware.clone(),
             compiler: limits.compiler,
             dtypes,
             plane_size: Some(limits.plane_size),
             shared_memory: Some(limits.shared_memory),
             max_bindings: Some(limits.max_bindings),
-            matrix_shapes: limits.matrix_shapes,
+            matrix_shapes: limits.matrix_shapes.clone(),
             forward_family: family,
             backward_family: family,
         };
