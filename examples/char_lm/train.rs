@@ -90,7 +90,7 @@ impl Training {
             let batch = corpus.training_batch(self.batch, &mut random);
             let loss = loss(&model, &batch, kind);
             let gradients = GradientsParams::from_grads(loss.backward(), &model);
-            let _ = optimizer.step(schedule.step(), model.clone(), gradients);
+            model = optimizer.step(schedule.step(), model, gradients);
             // Reading the loss last waits for the device, so the time covers the whole step.
             let training_loss = loss.into_scalar();
             let time = start.elapsed();

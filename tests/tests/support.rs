@@ -95,7 +95,10 @@ fn devices_are_what_the_table_says() {
             .unwrap_or_else(|| panic!("no row for {feature} by {}", report.compiler));
         assert_eq!(report.forward_family, row.family, "{}", report.name);
         assert_eq!(report.backward_family, row.family, "{}", report.name);
-        for (dtype, has) in [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().zip(row.dtypes) {
+        for (dtype, has) in [Dtype::F32, Dtype::F16, Dtype::BF16]
+            .into_iter()
+            .zip(row.dtypes)
+        {
             let found = report.dtypes.contains(&dtype);
             assert!(
                 has == Maybe || found == (has == Yes),

@@ -137,10 +137,9 @@ pub(crate) fn score_gradients(
         #[unroll]
         for c in 0..4usize {
             let p = probabilities[comptime!(r * 4 + c)];
-            let mut gradient = 0.0f32;
-            if p != 0.0f32 {
-                gradient = p * (gradients[comptime!(r * 4 + c)] - delta);
-            }
+            let dp = gradients[comptime!(r * 4 + c)];
+            // As in `uncap`, the choice comes before the product.
+            let gradient = p * select(p != 0.0f32, dp - delta, 0.0f32);
             gradients[comptime!(r * 4 + c)] = gradient;
         }
     }

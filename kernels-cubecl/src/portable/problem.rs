@@ -216,10 +216,11 @@ pub(crate) fn uncap(
 ) -> f32 {
     let mut result = gradient;
     if comptime!(config.capped) {
-        if gradient != 0.0f32 {
-            let capped = capped_score(dot, geometry, config);
-            result = gradient * soft_cap_derivative(capped, geometry.softcap);
-        }
+        // Chosen before the product: a driver that takes every number for finite may turn a choice
+        // between a product with 0 and 0 into the product.
+        let finite = select(gradient != 0.0f32, dot, 0.0f32);
+        let capped = capped_score(finite, geometry, config);
+        result = gradient * soft_cap_derivative(capped, geometry.softcap);
     }
     result
 }
