@@ -32,9 +32,9 @@ pub enum CaseError {
         /// Name of the output.
         output: &'static str,
         /// Its shape and element type.
-        given: (Vec<usize>, DType),
+        given: String,
         /// What they should be.
-        expected: (Vec<usize>, DType),
+        expected: String,
     },
 }
 
@@ -48,18 +48,18 @@ impl fmt::Display for CaseError {
             CaseError::Missing(output) => write!(f, "{output} is missing"),
             CaseError::Shape {
                 output,
-                given: (given, given_type),
-                expected: (expected, expected_type),
-            } => write!(
-                f,
-                "{output} has shape {given:?} and type {given_type:?}, \
-                 expected {expected:?} and {expected_type:?}"
-            ),
+                given,
+                expected,
+            } => write!(f, "{output} is {given}, expected {expected}"),
         }
     }
 }
 
 impl Error for CaseError {}
+
+fn describe((shape, dtype): &(Vec<usize>, DType)) -> String {
+    format!("{shape:?} in {dtype:?}")
+}
 
 /// How one case fared on one device.
 #[derive(Clone, Debug, PartialEq)]
@@ -295,8 +295,8 @@ impl Prepared {
             if let Some(wrong) = got.data.iter().find(|data| given(data) != wanted) {
                 return Err(CaseError::Shape {
                     output: expected.output,
-                    given: given(wrong),
-                    expected: wanted,
+                    given: describe(&given(wrong)),
+                    expected: describe(&wanted),
                 });
             }
             let got: Vec<f64> = got.data.iter().flat_map(TensorData::iter::<f64>).collect();

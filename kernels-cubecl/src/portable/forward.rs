@@ -168,7 +168,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             #[unroll]
             for n in 0..passes {
                 let index = comptime!(r * passes + n);
-                out[index] = out[index] * Quad::new(rescale);
+                out[index] *= Quad::new(rescale);
             }
         }
 

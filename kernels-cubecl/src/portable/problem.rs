@@ -192,6 +192,7 @@ pub(crate) fn finish_score<E: Float, M: Int>(
 /// Whether a score of [`finish_score`] is visible and above minus infinity; true for NaN, which
 /// has to propagate.
 #[cube]
+#[allow(clippy::neg_cmp_op_on_partial_ord)]
 pub(crate) fn counts(score: f32) -> bool {
     !(score <= lowest())
 }

@@ -126,10 +126,8 @@ pub(crate) fn stage_columns<E: Float, N: Size>(
             let row = index / tile.units_x;
             let quad = comptime!(pass * tile.units_x) + index % tile.units_x;
             let loaded = load_quad::<E, N>(x, rows, first_row + row as i32, quad, dim, config);
-            if watch {
-                if has_non_finite(loaded) {
-                    flag[0] = 1u32;
-                }
+            if watch && has_non_finite(loaded) {
+                flag[0] = 1u32;
             }
             stage[index] = loaded;
         }

@@ -172,7 +172,8 @@ pub(crate) fn accumulate_dots(
 /// With `guard`, a probability of exactly 0 skips its row of `X`, so that a hidden row's NaN or
 /// infinity does not become NaN.
 #[cube]
-#[allow(clippy::too_many_arguments)]
+// `guard` decides at compile time whether there is an inner test at all.
+#[allow(clippy::too_many_arguments, clippy::collapsible_if)]
 pub(crate) fn accumulate_rows(
     scores: &Shared<[Quad]>,
     stage: &Shared<[Quad]>,
@@ -214,7 +215,8 @@ pub(crate) fn accumulate_rows(
 
 /// `out[g, e][n] += sum_i P[i][key 4 (y + g units_y) + e] X[i][column]`: the transposed product.
 #[cube]
-#[allow(clippy::too_many_arguments)]
+// `guard` decides at compile time whether there is an inner test at all.
+#[allow(clippy::too_many_arguments, clippy::collapsible_if)]
 pub(crate) fn accumulate_columns(
     scores: &Shared<[Quad]>,
     stage: &Shared<[Quad]>,

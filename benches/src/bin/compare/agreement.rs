@@ -76,10 +76,8 @@ mod tests {
     fn outcome(dtype: Element, changed: f32) -> Outcome<Agreement> {
         let workload = workload(Pass::Training, dtype);
         let folder = tempfile::tempdir()?;
-        let count = workload
-            .outputs()
-            .iter()
-            .map(|(_, s)| s.iter().product::<usize>());
+        let shapes = workload.outputs().into_iter().map(|(_, shape)| shape);
+        let count = shapes.map(|shape| shape.iter().product::<usize>());
         let mut values = vec![1f32; count.sum()];
         let write = |name: &str, values: &[f32]| {
             let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();

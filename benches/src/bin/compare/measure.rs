@@ -65,9 +65,8 @@ pub fn measure(request: &Request, outputs: &Path) -> Outcome<Measurement> {
         .collect();
     device.sync()?;
     let start_bytes = resident_bytes();
-    let mut turn = sets.iter().cycle();
-    let mut call = || -> Outcome<Call> {
-        let inputs = turn.next().ok_or("no inputs")?;
+    let call = |turn: usize| -> Outcome<Call> {
+        let inputs = &sets[turn % SETS];
         let start = Instant::now();
         let outputs = compute(request.implementation, workload, inputs)?;
         device.flush()?;
@@ -82,17 +81,20 @@ pub fn measure(request: &Request, outputs: &Path) -> Outcome<Measurement> {
         })
     };
 
-    let first = call()?.total;
+    let first = call(0)?.total;
     let warm_up = Instant::now();
-    call()?;
-    while warm_up.elapsed() < WARM_UP {
-        call()?;
+    for turn in 1.. {
+        call(turn)?;
+        if warm_up.elapsed() >= WARM_UP {
+            break;
+        }
     }
     let (mut issue, mut total, mut last) = (Vec::new(), Vec::new(), Vec::new());
-    for _ in 0..request.samples {
+    // Turns start over: the length of the warm-up must not decide which inputs the last sample takes.
+    for turn in 0..request.samples {
         // The next call must not find the memory of this one's results in use.
         drop(std::mem::take(&mut last));
-        let sample = call()?;
+        let sample = call(turn)?;
         issue.push(sample.issue);
         total.push(sample.total);
         last = sample.outputs;
