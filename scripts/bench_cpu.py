@@ -158,7 +158,7 @@ def heading(args):
             f"# host: {host()}",
             f"# shape: batch {args.batch}, heads {args.heads}, kv heads {args.kv_heads}, "
             f"head dim {args.head_dim}, {args.dtype}, {causal}",
-            f"# {args.samples} samples over {SETS} sets of inputs, one process for each line; "
+            f"# samples: {args.samples}, over {SETS} sets of inputs, one process for each line; "
             "times in ms, host memory in MiB",
             "# first: the first call; issue: as the median, a call returns when it is done;",
             "# start: resident before the first call; peak: most resident",

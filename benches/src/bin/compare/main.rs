@@ -264,11 +264,18 @@ fn in_new_process(request: &Request, outputs: &Path) -> Outcome<Measurement> {
         .arg(outputs)
         .output()?;
     if !output.status.success() {
-        // The first of several panics is the cause of the others. A killed process says nothing.
+        // The first of several panics is the cause of the others. A process that was ended, for want
+        // of memory for example, has no such line.
         let said = String::from_utf8_lossy(&output.stderr);
         let reason = said.lines().find_map(|line| line.strip_prefix(ERROR));
-        let reason = reason.map_or_else(|| output.status.to_string(), String::from);
-        return Err(reason.into());
+        let ended = || {
+            format!(
+                "{}, {}",
+                output.status,
+                said.lines().next().unwrap_or("silent")
+            )
+        };
+        return Err(reason.map_or_else(ended, String::from).into());
     }
     // Drivers may have written to standard output before.
     let said = String::from_utf8(output.stdout)?;

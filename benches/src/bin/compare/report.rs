@@ -124,7 +124,7 @@ pub fn heading(setting: &Setting, workload: &Workload, samples: usize, sets: usi
     format!(
         "{setting}\
          # shape: batch {batch}, heads {heads}, kv heads {kv_heads}, head dim {head_dim}, {dtype}, {causal}\n\
-         # {samples} samples over {sets} sets of inputs, one process for each line; times in ms, host memory in MiB\n\
+         # samples: {samples}, over {sets} sets of inputs, one process for each line; times in ms, host memory in MiB\n\
          # first: with compilation and tuning; issue: until the device has been handed all work;\n\
          # start: resident before the first call; peak: most resident\n\
          {}\n",
