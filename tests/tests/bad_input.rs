@@ -44,8 +44,8 @@ impl Call {
     /// The text all four forms agree on.
     fn refusal(&self) -> String {
         let (query, key, value) = self.operands();
-        let error = try_flash_attention(query, key, value, &self.options)
-            .expect_err("expected an error");
+        let error =
+            try_flash_attention(query, key, value, &self.options).expect_err("expected an error");
         let (query, key, value) = self.operands();
         let with_lse = try_flash_attention_with_lse(query, key, value, &self.options);
         let with_lse = with_lse.err().map(|error| error.to_string());
