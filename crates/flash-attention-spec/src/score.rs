@@ -13,7 +13,7 @@ pub fn soft_cap(score: f32, softcap: f32) -> f32 {
     softcap * (score / softcap).tanh()
 }
 
-/// Derivative of [`soft_cap`] with respect to the score, from the capped value:
+/// Derivative of [`soft_cap()`] with respect to the score, from the capped value:
 /// `1 - tanh^2 = 1 - (capped / softcap)^2`.
 #[cfg_attr(feature = "cube", cube)]
 pub fn soft_cap_derivative(capped: f32, softcap: f32) -> f32 {
