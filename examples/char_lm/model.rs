@@ -188,8 +188,8 @@ mod tests {
     use super::*;
     use burn::tensor::TensorData;
 
-    fn model(device: &Device) -> CharTransformer {
-        CharTransformerConfig::new(7, 12, 2, 2, 16).init(device)
+    fn model(layers: usize) -> CharTransformer {
+        CharTransformerConfig::new(7, 12, layers, 2, 16).init(&Device::default())
     }
 
     fn scores(model: &CharTransformer, tokens: [i32; 5], kind: AttentionKind) -> Vec<f32> {
@@ -202,7 +202,7 @@ mod tests {
     /// What follows a position must not reach it: with either attention.
     #[test]
     fn later_tokens_do_not_change_earlier_scores() {
-        let model = model(&Device::default());
+        let model = model(2);
         for kind in [AttentionKind::Flash, AttentionKind::Burn] {
             let one = scores(&model, [1, 2, 3, 4, 5], kind);
             let other = scores(&model, [1, 2, 3, 6, 0], kind);
@@ -211,12 +211,17 @@ mod tests {
         }
     }
 
-    /// A block without positions could not tell two orders of a prefix apart.
+    /// One layer without positions could not tell two orders of a prefix apart, beyond rounding.
     #[test]
     fn the_order_of_earlier_tokens_matters() {
-        let model = model(&Device::default());
+        let model = model(1);
         let one = scores(&model, [1, 2, 3, 4, 5], AttentionKind::Flash);
         let other = scores(&model, [3, 2, 1, 4, 5], AttentionKind::Flash);
-        assert_ne!(one[4 * 7..], other[4 * 7..]);
+        let difference = one[4 * 7..]
+            .iter()
+            .zip(&other[4 * 7..])
+            .map(|(one, other)| (one - other).abs())
+            .fold(0.0, f32::max);
+        assert!(difference > 1e-4, "{difference}");
     }
 }
