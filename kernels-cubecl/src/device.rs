@@ -44,7 +44,7 @@ impl Device {
     pub fn read(client: &Client) -> Self {
         let properties = client.properties();
         let hardware = &properties.hardware;
-        let dtypes = [Dtype::F32, Dtype::F16, Dtype::BF16]
+        let dtypes = Dtype::ALL
             .into_iter()
             .filter(|&dtype| {
                 let usage = properties.type_usage(elem_type(dtype));

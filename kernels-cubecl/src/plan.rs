@@ -113,17 +113,13 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, PlanError> 
     let size = |shape: [usize; 4], bytes: usize| {
         shape.iter().map(|&n| n as u128).product::<u128>() * bytes as u128
     };
-    let float = match problem.dtype {
-        Dtype::F32 => 4,
-        Dtype::F16 | Dtype::BF16 => 2,
-    };
     let rows = problem
         .lse_shape()
         .map(|n| n as u128)
         .iter()
         .product::<u128>();
     let buffers = [
-        ("output", size(problem.output_shape(), float)),
+        ("output", size(problem.output_shape(), problem.dtype.size())),
         // Three statistics a row in one buffer.
         ("lse", rows * 3 * 4),
     ];

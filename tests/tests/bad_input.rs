@@ -221,7 +221,7 @@ fn unequal_element_types() {
     for report in selected_devices() {
         for &dtype in report.dtypes.iter().filter(|&&dtype| dtype != Dtype::F32) {
             pairs += 1;
-            let burn_dtype = flash_attention_check::layout::burn_dtype(dtype);
+            let burn_dtype = burn_flash_attention::burn_dtype(dtype);
             let call = right(&report.device);
             let key = Call {
                 key: call.key.clone().cast(burn_dtype),
@@ -317,7 +317,7 @@ fn ranks_and_integers() {
 #[test]
 fn element_types_the_device_lacks() {
     for report in selected_devices() {
-        let missing = flash_attention_check::cases::DTYPES
+        let missing = Dtype::ALL
             .iter()
             .filter(|dtype| !report.dtypes.contains(dtype));
         for &dtype in missing {

@@ -4,10 +4,10 @@ use burn::tensor::{DType, Device, Tensor};
 use burn_flash_attention::{
     AttentionOptions, DeviceReport, flash_attention, flash_attention_with_lse,
 };
-use flash_attention_check::cases::{Bias, FULL, GradientLayout, Layout, Loss, Mask, Wanted};
+use flash_attention_check::cases::{Bias, FULL, GradientLayout, Layout, Loss, Mask};
 use flash_attention_check::runner::DeviceOutput;
 use flash_attention_check::{Case, Prepared};
-use flash_attention_spec::Dtype;
+use flash_attention_spec::{Dtype, Wanted};
 use flash_attention_tests::{relative_error, selected_devices, uniform};
 
 /// Relative errors that the acceptance rule grants an output and a gradient in `f32`.
@@ -206,7 +206,7 @@ fn nothing_visible_is_exactly_zero_in_dirty_memory() {
 
 /// Fills the device's free memory with NaN, in buffers of the sizes that small outputs have.
 fn dirty(report: &DeviceReport, dtype: Dtype) {
-    let dtype = flash_attention_check::layout::burn_dtype(dtype);
+    let dtype = burn_flash_attention::burn_dtype(dtype);
     let full = |shape: [usize; 4], dtype: DType| {
         Tensor::<4>::full(shape, f32::NAN, (&report.device, dtype))
     };

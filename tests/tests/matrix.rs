@@ -1,7 +1,7 @@
 //! Every case of the grid on every device and element type, held to the `f64` reference.
 
 use burn_flash_attention::DeviceReport;
-use flash_attention_check::{Case, CaseError, Prepared, cases::DTYPES, grid};
+use flash_attention_check::{Case, CaseError, Prepared, grid};
 use flash_attention_spec::Dtype;
 use flash_attention_tests::{full_grid, selected_devices};
 use std::io::Write;
@@ -88,7 +88,7 @@ fn every_device_meets_the_reference() {
     let mut failures = Vec::new();
 
     for (report, tallies) in devices.iter().zip(&mut tallies) {
-        for (&dtype, tally) in DTYPES.iter().zip(tallies) {
+        for (&dtype, tally) in Dtype::ALL.iter().zip(tallies) {
             let has = report.dtypes.contains(&dtype);
             let place = format!("{} ({}) {dtype}", report.name, report.hardware);
             match expected_decline(report, dtype) {
@@ -115,7 +115,7 @@ fn every_device_meets_the_reference() {
     }
 
     for case in &cases {
-        for (n, &dtype) in DTYPES.iter().enumerate() {
+        for (n, &dtype) in Dtype::ALL.iter().enumerate() {
             if !case.dtypes.contains(&dtype) {
                 tallies.iter_mut().for_each(|tally| tally[n].undefined += 1);
                 continue;
@@ -142,7 +142,7 @@ fn every_device_meets_the_reference() {
 
     let mut run = 0;
     for (report, tallies) in devices.iter().zip(&tallies) {
-        for (dtype, tally) in DTYPES.iter().zip(tallies) {
+        for (dtype, tally) in Dtype::ALL.iter().zip(tallies) {
             run += tally.run;
             let place = format!("{:10} {:5}", report.name, dtype.to_string());
             say(&match tally.declined {

@@ -4,7 +4,7 @@
 //! step: its own step leaves `dL/dlse` in a slot that both share and hands a zero gradient to the
 //! output, whose step runs after it and takes both gradients in one backward pass.
 
-use crate::ops::{FlashAttentionOps, MaybeBool, MaybeFloat, OperandGradients, Wanted, log_sum_exp};
+use crate::ops::{FlashAttentionOps, MaybeBool, MaybeFloat, OperandGradients, log_sum_exp};
 use burn::backend::autodiff::{
     Autodiff,
     checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
@@ -13,7 +13,7 @@ use burn::backend::autodiff::{
 };
 use burn::backend::tensor::{BoolTensor, FloatTensor};
 use burn::backend::{Backend, TensorMetadata};
-use flash_attention_spec::Problem;
+use flash_attention_spec::{Problem, Wanted};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A tensor on the graph.

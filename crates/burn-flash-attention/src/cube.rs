@@ -1,6 +1,6 @@
 //! Burn's CubeCL tensors to kernel bindings and back.
 
-use crate::ops::{FlashAttentionOps, MaybeBool, MaybeFloat, OperandGradients, Wanted};
+use crate::ops::{FlashAttentionOps, MaybeBool, MaybeFloat, OperandGradients};
 use burn::backend::DispatchDevice;
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::tensor::FloatTensor;
@@ -9,7 +9,7 @@ use burn_cubecl::kernel::untile;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::server::Handle;
-use flash_attention_spec::Problem;
+use flash_attention_spec::{Problem, Wanted};
 use kernels_cubecl::device::Device as Limits;
 use kernels_cubecl::plan::{Blueprint, plan};
 use kernels_cubecl::portable;
@@ -94,12 +94,7 @@ impl FlashAttentionOps for CubeBackend {
             lse_gradient
                 .into_option()
                 .map(|gradient| untile(gradient).binding()),
-            portable::Wanted {
-                query: wanted.query,
-                key: wanted.key,
-                value: wanted.value,
-                bias: wanted.bias,
-            },
+            wanted,
         );
         let Problem {
             batch,

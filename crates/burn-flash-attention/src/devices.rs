@@ -4,19 +4,24 @@ use burn::tensor::{DType, Device};
 use flash_attention_spec::{Dtype, Problem};
 use std::fmt;
 
-/// The element types attention is defined on.
-pub(crate) const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
-
 /// The family that serves devices without kernels: the recurrence in Burn's own operations.
 const COMPOSED: &str = "composed";
 
 /// The Burn element type of `dtype`.
-pub(crate) fn burn_dtype(dtype: Dtype) -> DType {
+pub fn burn_dtype(dtype: Dtype) -> DType {
     match dtype {
         Dtype::F32 => DType::F32,
         Dtype::F16 => DType::F16,
         Dtype::BF16 => DType::BF16,
     }
+}
+
+/// The element types `device` computes with.
+pub(crate) fn dtypes_of(device: &Device) -> Vec<Dtype> {
+    Dtype::ALL
+        .into_iter()
+        .filter(|&dtype| device.supports_dtype(burn_dtype(dtype)))
+        .collect()
 }
 
 /// A device that is compiled in and was found, and what serves it.
@@ -99,10 +104,7 @@ fn enumerate(kind: burn::tensor::DeviceType) -> Vec<Device> {
 }
 
 fn report(name: String, device: Device) -> DeviceReport {
-    let dtypes = DTYPES
-        .into_iter()
-        .filter(|&dtype| device.supports_dtype(burn_dtype(dtype)))
-        .collect();
+    let dtypes = dtypes_of(&device);
     #[cfg(feature = "cube")]
     if let Some(limits) = crate::cube::limits(&device) {
         let family = kernels_cubecl::plan::PORTABLE;

@@ -36,13 +36,13 @@ mod error;
 mod ops;
 mod options;
 
-pub use devices::{DeviceReport, Explanation, devices, explain};
+pub use devices::{DeviceReport, Explanation, burn_dtype, devices, explain};
 pub use error::AttentionError;
 pub use flash_attention_spec::{
     Alignment, Band, Dtype, ElementType, Operand, Operands, Options, Problem, ProblemError, Reason,
-    Window,
+    Wanted, Window,
 };
-pub use ops::{FlashAttentionOps, MaybeBool, MaybeFloat, OperandGradients, Wanted};
+pub use ops::{FlashAttentionOps, MaybeBool, MaybeFloat, OperandGradients};
 pub use options::AttentionOptions;
 
 use burn::backend::Dispatch;

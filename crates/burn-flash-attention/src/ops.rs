@@ -11,7 +11,7 @@ use crate::composed;
 use burn::backend::fusion::custom::TensorSpec;
 use burn::backend::tensor::{BoolTensor, FloatTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
-use flash_attention_spec::Problem;
+use flash_attention_spec::{Problem, Wanted};
 
 /// A float tensor or none.
 #[derive(Clone, Debug, ExtensionType)]
@@ -88,26 +88,6 @@ pub struct OperandGradients<B: Backend> {
     /// Gradient of the bias, summed over the dimensions it was broadcast on.
     #[extension_type]
     pub bias: MaybeFloat<B>,
-}
-
-/// Which gradients a backward pass computes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Wanted {
-    /// Gradient of the query.
-    pub query: bool,
-    /// Gradient of the key.
-    pub key: bool,
-    /// Gradient of the value.
-    pub value: bool,
-    /// Gradient of the bias.
-    pub bias: bool,
-}
-
-impl Wanted {
-    /// Whether anything is wanted at all.
-    pub fn any(&self) -> bool {
-        self.query || self.key || self.value || self.bias
-    }
 }
 
 /// Attention as a Burn backend extension.

@@ -1,6 +1,6 @@
 //! The options of a call, and their translation to a checked problem.
 
-use crate::devices::{self, DTYPES};
+use crate::devices;
 use crate::error::AttentionError;
 use crate::ops::{MaybeBool, MaybeFloat};
 use burn::backend::Dispatch;
@@ -148,10 +148,9 @@ impl AttentionOptions {
 
 fn check_device(problem: &Problem, device: &Device) -> Result<(), AttentionError> {
     if !device.supports_dtype(devices::burn_dtype(problem.dtype)) {
-        let has: Vec<String> = DTYPES
-            .into_iter()
-            .filter(|&dtype| device.supports_dtype(devices::burn_dtype(dtype)))
-            .map(|dtype| dtype.to_string())
+        let has: Vec<String> = devices::dtypes_of(device)
+            .iter()
+            .map(Dtype::to_string)
             .collect();
         return Err(AttentionError::Dtype {
             given: problem.dtype,

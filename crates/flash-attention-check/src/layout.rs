@@ -5,7 +5,8 @@
 
 use crate::cases::{Case, GradientLayout, Layout};
 use crate::data::Data;
-use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
+use burn::tensor::{Bool, Device, Tensor, TensorData};
+use burn_flash_attention::burn_dtype;
 use flash_attention_spec::Dtype;
 
 /// Rows of NaN behind each sequence of a longer buffer: 38 rows become 64.
@@ -24,15 +25,6 @@ pub struct Operands {
     pub mask: Option<Tensor<4, Bool>>,
     /// Added to the scores.
     pub bias: Option<Tensor<4>>,
-}
-
-/// The Burn element type of `dtype`.
-pub fn burn_dtype(dtype: Dtype) -> DType {
-    match dtype {
-        Dtype::F32 => DType::F32,
-        Dtype::F16 => DType::F16,
-        Dtype::BF16 => DType::BF16,
-    }
 }
 
 /// A float tensor of row-major `values`.

@@ -1,15 +1,15 @@
 //! Runs a case on a device and judges every output.
 
 use crate::acceptance::{Judged, OutputVerdict, Quantity, judge};
-use crate::cases::{Case, Loss, Wanted};
+use crate::cases::{Case, Loss};
 use crate::data::Data;
-use crate::layout::{Operands, burn_dtype, float_tensor, output_loss};
+use crate::layout::{Operands, float_tensor, output_loss};
 use crate::naive::naive;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_flash_attention::{
-    AttentionError, AttentionOptions, try_flash_attention, try_flash_attention_with_lse,
+    AttentionError, AttentionOptions, burn_dtype, try_flash_attention, try_flash_attention_with_lse,
 };
-use flash_attention_spec::{Dtype, ProblemError, reference};
+use flash_attention_spec::{Dtype, ProblemError, Wanted, reference};
 use std::error::Error;
 use std::fmt;
 

@@ -6,7 +6,6 @@ use crate::report::{Report, Table, json_number};
 use crate::{Outcome, devices};
 use burn_flash_attention::{DeviceReport, Dtype, explain};
 use clap::{Args, ValueEnum};
-use flash_attention_check::cases::DTYPES;
 use flash_attention_check::{Case, CaseReport, OutputVerdict, Prepared, grid};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
@@ -94,8 +93,8 @@ pub fn execute(args: CheckArgs) -> Outcome<Report> {
         Some(name) => vec![find(Some(name))?],
         None => devices::all()?,
     };
-    let dtypes = match args.dtype {
-        None => DTYPES,
+    let dtypes: &[Dtype] = match args.dtype {
+        None => &Dtype::ALL,
         Some(Element::F32) => &[Dtype::F32],
         Some(Element::F16) => &[Dtype::F16],
         Some(Element::Bf16) => &[Dtype::BF16],

@@ -17,5 +17,7 @@ pub mod score;
 pub mod visibility;
 
 pub use error::{ProblemError, Reason};
-pub use problem::{Alignment, Dtype, ElementType, Operand, Operands, Options, Problem, Window};
+pub use problem::{
+    Alignment, Dtype, ElementType, Operand, Operands, Options, Problem, Wanted, Window,
+};
 pub use visibility::Band;

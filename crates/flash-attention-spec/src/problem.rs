@@ -20,6 +20,19 @@ pub enum Dtype {
     BF16,
 }
 
+impl Dtype {
+    /// Every element type attention is defined on.
+    pub const ALL: [Self; 3] = [Self::F32, Self::F16, Self::BF16];
+
+    /// Size of an element, in bytes.
+    pub const fn size(self) -> usize {
+        match self {
+            Dtype::F32 => 4,
+            Dtype::F16 | Dtype::BF16 => 2,
+        }
+    }
+}
+
 impl fmt::Display for Dtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -123,6 +136,36 @@ pub struct Options {
     pub alignment: Alignment,
     /// Sliding window.
     pub window: Window,
+}
+
+/// Which gradients a backward pass computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Wanted {
+    /// Gradient of the query.
+    pub query: bool,
+    /// Gradient of the key.
+    pub key: bool,
+    /// Gradient of the value.
+    pub value: bool,
+    /// Gradient of the bias.
+    pub bias: bool,
+}
+
+impl Wanted {
+    /// Every gradient.
+    pub const ALL: Self = Self {
+        query: true,
+        key: true,
+        value: true,
+        bias: true,
+    };
+    /// No gradient.
+    pub const NONE: Self = Self {
+        query: false,
+        key: false,
+        value: false,
+        bias: false,
+    };
 }
 
 /// A request that passed every check, with its defaults filled in.

@@ -13,7 +13,7 @@ use cubecl::ir::{AddressType, ElemType, UIntKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl::zspace::{Shape, Strides};
-use flash_attention_spec::{Dtype, Problem};
+use flash_attention_spec::{Problem, Wanted};
 
 /// Operands as they lie in memory: any strides, offsets in their handles.
 pub struct Operands {
@@ -53,19 +53,6 @@ pub struct Gradients {
     pub bias: Option<Handle>,
 }
 
-/// Which gradients [`attention_backward`] computes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Wanted {
-    /// Gradient of the query.
-    pub query: bool,
-    /// Gradient of the key.
-    pub key: bool,
-    /// Gradient of the value.
-    pub value: bool,
-    /// Gradient of the bias.
-    pub bias: bool,
-}
-
 /// The output `[batch, heads, seq_q, value_dim]` and the statistics `[2, batch, heads, seq_q]` in
 /// `f32` (row maximum, logarithm of the sum of `exp(score - maximum)`), both packed.
 ///
@@ -77,7 +64,7 @@ pub fn attention_forward(
     operands: Operands,
 ) -> (Handle, Handle) {
     let rows = problem.lse_shape().iter().product::<usize>();
-    let output = client.empty(rows * problem.value_dim * size(problem.dtype));
+    let output = client.empty(rows * problem.value_dim * problem.dtype.size());
     let statistics = client.empty(2 * rows * 4);
     if rows == 0 {
         return (output, statistics);
@@ -129,7 +116,7 @@ pub fn attention_backward(
     let tile = blueprint.backward;
     let launch = Launch::new(client, problem, tile, &operands, Some(&output_gradient));
     let rows = problem.lse_shape().iter().product::<usize>();
-    let float = size(problem.dtype);
+    let float = problem.dtype.size();
     let allocate = |wanted: bool, elements: usize| wanted.then(|| client.empty(elements * float));
     let keys = problem.batch * problem.kv_heads * problem.seq_kv;
     let bias_shape = problem.bias.unwrap_or([0; 4]);
@@ -275,7 +262,7 @@ impl<'a> Launch<'a> {
         operands: &Operands,
         output_gradient: Option<&TensorBinding>,
     ) -> Self {
-        let bytes = size(problem.dtype);
+        let bytes = problem.dtype.size();
         let floats = [
             Some(&operands.query),
             Some(&operands.key),
@@ -355,13 +342,6 @@ fn in_fours(x: &TensorBinding, bytes: usize) -> bool {
     x.strides[3] == 1
         && x.strides[..3].iter().all(|stride| stride % 4 == 0)
         && offset.is_multiple_of(4 * bytes)
-}
-
-fn size(dtype: Dtype) -> usize {
-    match dtype {
-        Dtype::F32 => 4,
-        Dtype::F16 | Dtype::BF16 => 2,
-    }
 }
 
 /// The operand with stride 0 on every dimension it is broadcast on.

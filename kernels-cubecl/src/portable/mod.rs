@@ -29,5 +29,5 @@ mod query_gradient;
 mod stage;
 mod tile;
 
-pub use launch::{Gradients, Operands, Wanted, attention_backward, attention_forward};
+pub use launch::{Gradients, Operands, attention_backward, attention_forward};
 pub use tile::Tile;

@@ -4,10 +4,10 @@ use super::gradients::{Sums, zeros};
 use super::guard::{Guard, product};
 use super::tile::Tiles;
 use super::{Blocks, Operands, cut, reshape, slice};
-use crate::ops::{OperandGradients, Wanted};
+use crate::ops::OperandGradients;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, get_or_init_device_settings};
-use flash_attention_spec::Problem;
+use flash_attention_spec::{Problem, Wanted};
 use std::ops::Range;
 
 /// The wanted gradients, in the shapes and element type of the operands.

@@ -1,11 +1,11 @@
 //! Sums of what the blocks give to the gradients of the operands.
 
 use super::{Blocks, cast, cut};
-use crate::ops::{MaybeFloat, OperandGradients, Wanted};
+use crate::ops::{MaybeFloat, OperandGradients};
 use burn::backend::tensor::{Device, FloatTensor};
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::FloatDType;
-use flash_attention_spec::Problem;
+use flash_attention_spec::{Problem, Wanted};
 
 /// A sum that no term may ever reach.
 type Sum<B> = Option<FloatTensor<B>>;

@@ -6,7 +6,7 @@ mod products;
 pub use grid::grid;
 
 use flash_attention_spec::{
-    Alignment, Dtype, Operand, Operands, Options, Problem, ProblemError, Window,
+    Alignment, Dtype, Operand, Operands, Options, Problem, ProblemError, Wanted, Window,
 };
 use std::ops::Range;
 
@@ -93,36 +93,6 @@ pub enum Layout {
     LongerBuffer,
 }
 
-/// Which inputs require gradients.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Wanted {
-    /// The query does.
-    pub query: bool,
-    /// The key does.
-    pub key: bool,
-    /// The value does.
-    pub value: bool,
-    /// The bias does, where there is one.
-    pub bias: bool,
-}
-
-impl Wanted {
-    /// Every input.
-    pub const ALL: Self = Self {
-        query: true,
-        key: true,
-        value: true,
-        bias: true,
-    };
-    /// No input: the case runs without autodiff.
-    pub const NONE: Self = Self {
-        query: false,
-        key: false,
-        value: false,
-        bias: false,
-    };
-}
-
 /// What is called, and what the loss reads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Loss {
@@ -203,9 +173,6 @@ const ROWS: usize = 256;
 /// Elements of a bias gradient that a case of the grid is judged over at least.
 const BIAS_ELEMENTS: usize = 128;
 
-/// The element types attention is defined on.
-pub const DTYPES: &[Dtype] = &[Dtype::F32, Dtype::F16, Dtype::BF16];
-
 impl Case {
     /// Plain attention on uniform, packed operands with every gradient wanted. `shape` is
     /// `(batch, heads, kv_heads, seq_q, seq_kv, head_dim, value_dim)`.
@@ -240,7 +207,7 @@ impl Case {
             gradient_layout: GradientLayout::Packed,
             cancelling: &[],
             draws: 1,
-            dtypes: DTYPES,
+            dtypes: &Dtype::ALL,
         }
     }
 

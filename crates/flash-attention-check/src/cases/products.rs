@@ -1,6 +1,7 @@
 //! The parts of the grid that are products: options, lengths, head dims, broadcasts, layouts.
 
-use super::{Bias, Broadcast, Case, FULL, GradientLayout, Layout, Loss, Mask, PER_SCORE, Wanted};
+use super::{Bias, Broadcast, Case, FULL, GradientLayout, Layout, Loss, Mask, PER_SCORE};
+use flash_attention_spec::Wanted;
 
 const LENGTHS: [usize; 9] = [1, 3, 31, 33, 63, 65, 127, 129, 203];
 

@@ -1,7 +1,7 @@
 //! Rows that see nothing, keys that nobody sees, and numbers at the edge of what a type can hold.
 
-use super::{ALL, Case, causal, window};
-use flash_attention_spec::{Alignment, Dtype, Options};
+use super::{Case, causal, window};
+use flash_attention_spec::{Alignment, Dtype, Options, Wanted};
 
 #[test]
 fn rows_that_see_nothing() {
@@ -18,7 +18,7 @@ fn rows_that_see_nothing() {
     );
     case.mask = Some((0..7).map(|j| j < 4).collect());
     case.check("mask and band");
-    let got = case.composed(ALL);
+    let got = case.composed(Wanted::ALL);
     assert_eq!(got.output[..16], [0.0; 16]);
     assert_eq!(got.lse[..4], [f64::NEG_INFINITY; 4]);
     let [query, key, value, _] = got.gradients.map(Option::unwrap_or_default);
@@ -42,7 +42,7 @@ fn a_bias_of_minus_infinity_hides() {
     case.check("seven of twelve keys");
     case.bias.as_mut().unwrap().fill(f64::NEG_INFINITY);
     case.check("all keys");
-    assert_eq!(case.composed(ALL).lse, [f64::NEG_INFINITY; 5]);
+    assert_eq!(case.composed(Wanted::ALL).lse, [f64::NEG_INFINITY; 5]);
 }
 
 #[test]
@@ -55,9 +55,9 @@ fn a_low_bias_on_a_whole_row_does_not_hide() {
         Dtype::F32,
     );
     case.bias = Some(vec![-2e4, -6e4, -1e6, f64::from(f32::MIN)]);
-    let got = case.composed(ALL);
+    let got = case.composed(Wanted::ALL);
     case.bias = Some(vec![0.0; 4]);
-    let unbiased = case.composed(ALL);
+    let unbiased = case.composed(Wanted::ALL);
     // The bias takes the low digits of the scores: its own rounding bounds what is left of them.
     for (row, tolerance) in [2e-3, 4e-3, 0.07].into_iter().enumerate() {
         for n in row * 4..row * 4 + 4 {
@@ -117,7 +117,7 @@ fn hidden_padding_does_not_count() {
         Dtype::F32,
     );
     case.mask = Some((0..11).map(|j| j >= 7).collect());
-    let clean = case.composed(ALL);
+    let clean = case.composed(Wanted::ALL);
     for bad in [f64::NAN, f64::INFINITY, 3e38] {
         let mut case = case.clone();
         for head in 0..2 {
@@ -125,7 +125,10 @@ fn hidden_padding_does_not_count() {
             case.key[padding.clone()].fill(bad);
             case.value[padding].fill(bad);
         }
-        assert!(case.composed(ALL) == clean, "{bad} reaches a result");
+        assert!(
+            case.composed(Wanted::ALL) == clean,
+            "{bad} reaches a result"
+        );
     }
 }
 
@@ -136,7 +139,7 @@ fn probabilities_of_large_scores() {
         case.query.fill(size);
         case.key.fill(size);
         case.lse_gradient = None;
-        let value = case.composed(ALL).gradients[2].clone().unwrap();
+        let value = case.composed(Wanted::ALL).gradients[2].clone().unwrap();
         // Every probability is 1/50, so each row of dv is the sum of the gradient's rows over 50.
         for (n, got) in value.into_iter().enumerate() {
             let sum: f64 = (0..3).map(|i| case.output_gradient[i * 4 + n % 4]).sum();
@@ -160,7 +163,7 @@ fn range_of_f16() {
     );
     case.query.fill(0.0);
     case.value.fill(30000.0);
-    let got = case.composed(ALL);
+    let got = case.composed(Wanted::ALL);
     assert_eq!(got.output, [30000.0; 16]);
     assert!(
         got.gradients

@@ -7,20 +7,15 @@ mod options;
 use super::backward::{Saved, backward_in_blocks};
 use super::forward::forward_in_blocks;
 use super::{Blocks, Operands};
-use crate::ops::{OperandGradients, Wanted};
+use crate::ops::OperandGradients;
 use burn::backend::tensor::{BoolTensor, FloatTensor};
 use burn::backend::{Flex, ops::BoolTensorOps, ops::FloatTensorOps, read_sync};
 use burn::tensor::{DType, FloatDType, TensorData};
-use flash_attention_spec::{Alignment, Dtype, Operand, Options, Problem, Window, reference};
-
-const BLOCKS: Blocks = Blocks { query: 4, key: 3 };
-const ALL: Wanted = Wanted {
-    query: true,
-    key: true,
-    value: true,
-    bias: true,
+use flash_attention_spec::{
+    Alignment, Dtype, Operand, Options, Problem, Wanted, Window, reference,
 };
 
+const BLOCKS: Blocks = Blocks { query: 4, key: 3 };
 /// One call: shapes, options and the numbers in every operand.
 #[derive(Clone)]
 struct Case {
@@ -190,7 +185,7 @@ impl Case {
     }
 
     fn check(&self, name: &str) {
-        let got = self.composed(ALL);
+        let got = self.composed(Wanted::ALL);
         got.assert_near(&self.reference(), self.problem.dtype, name);
     }
 }

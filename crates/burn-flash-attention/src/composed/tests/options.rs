@@ -1,11 +1,10 @@
 //! Every option, shape and layout.
 
-use super::{ALL, BLOCKS, Case, SIZES, causal, data, floats, window};
+use super::{BLOCKS, Case, SIZES, causal, data, floats, window};
 use crate::composed::{Blocks, Operands};
-use crate::ops::Wanted;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Flex, TensorMetadata, ops::BoolTensorOps, ops::FloatTensorOps, read_sync};
-use flash_attention_spec::{Alignment, Dtype, Options};
+use flash_attention_spec::{Alignment, Dtype, Options, Wanted};
 
 #[test]
 fn every_band_at_every_pair_of_lengths() {
@@ -33,7 +32,12 @@ fn blocks_of_any_size_agree() {
     let case = Case::new(SIZES, options);
     let exact = case.reference();
     for (query, key) in [(1, 1), (5, 2), (2, 5), (16, 3), (3, 16), (64, 64)] {
-        let got = case.composed_of(case.operands(), case.gradient(), ALL, Blocks { query, key });
+        let got = case.composed_of(
+            case.operands(),
+            case.gradient(),
+            Wanted::ALL,
+            Blocks { query, key },
+        );
         got.assert_near(&exact, Dtype::F32, &format!("blocks of {query} and {key}"));
     }
 }
@@ -105,9 +109,9 @@ fn without_a_gradient_of_lse() {
     let mut case = Case::new(SIZES, Options::default());
     case.lse_gradient = None;
     case.check("no gradient of lse");
-    let plain = case.composed(ALL);
+    let plain = case.composed(Wanted::ALL);
     case.lse_gradient = Some(vec![0.0; case.problem.lse_shape().iter().product()]);
-    assert_eq!(case.composed(ALL), plain);
+    assert_eq!(case.composed(Wanted::ALL), plain);
 }
 
 #[test]
@@ -157,7 +161,7 @@ fn any_strides() {
             bias: operands.bias.map(store),
         };
         let gradient = store(case.gradient());
-        let got = case.composed_of(operands, gradient, ALL, BLOCKS);
+        let got = case.composed_of(operands, gradient, Wanted::ALL, BLOCKS);
         got.assert_near(&exact, Dtype::F32, &format!("{a} and {b} swapped"));
     }
     // One key head expanded over four, and the incoming gradient of a sum.
@@ -176,7 +180,7 @@ fn any_strides() {
         ..case.operands()
     };
     let gradient = Flex::float_expand(floats(&[0.5], [1; 4]), case.problem.output_shape().into());
-    let got = case.composed_of(operands, gradient, ALL, BLOCKS);
+    let got = case.composed_of(operands, gradient, Wanted::ALL, BLOCKS);
     got.assert_near(&case.reference(), Dtype::F32, "expanded");
 }
 
@@ -192,7 +196,7 @@ fn only_wanted_gradients_are_computed() {
         ..causal(Alignment::BottomRight)
     };
     let case = Case::with(SIZES, options, None, Some([1, 4, 1, 10]), Dtype::F32);
-    let all = case.composed(ALL).gradients;
+    let all = case.composed(Wanted::ALL).gradients;
     for choice in 0..16 {
         let has = |bit: u32| choice >> bit & 1 == 1;
         let wanted = Wanted {

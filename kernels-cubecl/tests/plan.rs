@@ -1,0 +1,150 @@
+//! The plan on recorded devices: a blueprint that fits, or an error that names what is missing.
+
+use flash_attention_spec::{Dtype, Operand, Operands, Options, Problem};
+use kernels_cubecl::device::Device;
+use kernels_cubecl::plan::{PlanError, plan};
+use kernels_cubecl::portable::Tile;
+
+/// WebGPU's guaranteed limits, of whose eight buffers the runtime keeps one.
+fn webgpu() -> Device {
+    Device {
+        hardware: "webgpu".to_string(),
+        compiler: "wgsl",
+        plane_size: (4, 64),
+        shared_memory: 16 << 10,
+        units: 256,
+        max_bindings: 7,
+        max_cube_count: (65_535, 65_535, 65_535),
+        max_buffer: 128 << 20,
+        dtypes: vec![Dtype::F32],
+        matrix_shapes: Vec::new(),
+    }
+}
+
+/// As an NVIDIA H200 reports itself.
+fn h200() -> Device {
+    Device {
+        hardware: "NVIDIA H200".to_string(),
+        compiler: "cuda c++",
+        plane_size: (32, 32),
+        shared_memory: 232_448,
+        units: 1024,
+        max_bindings: 1024,
+        max_cube_count: (i32::MAX as u32, 65_535, 65_535),
+        max_buffer: 64 << 30,
+        dtypes: Dtype::ALL.to_vec(),
+        matrix_shapes: Vec::new(),
+    }
+}
+
+fn problem(seq: usize, dims: [usize; 2], dtype: Dtype, mask: bool, bias: bool) -> Problem {
+    let [head_dim, value_dim] = dims;
+    let full = [1, 2, seq, seq];
+    let operands = Operands {
+        query: Operand::new([1, 2, seq, head_dim], dtype),
+        key: Operand::new([1, 2, seq, head_dim], dtype),
+        value: Operand::new([1, 2, seq, value_dim], dtype),
+        mask: mask.then(|| Operand::new(full, flash_attention_spec::ElementType::Bool)),
+        bias: bias.then(|| Operand::new(full, dtype)),
+    };
+    Problem::new(&operands, &Options::default()).expect("a valid problem")
+}
+
+/// Catches blocks that the device cannot hold, for any head dimension.
+#[test]
+fn every_blueprint_fits_its_device() {
+    for device in [webgpu(), h200()] {
+        for head_dim in 1..=256 {
+            for value_dim in [1, 64, 65, 256] {
+                let problem = problem(64, [head_dim, value_dim], Dtype::F32, true, false);
+                let blueprint = plan(&problem, &device).expect("one option fits seven bindings");
+                for tile in [blueprint.forward, blueprint.backward] {
+                    assert!(tile.shared_memory() <= device.shared_memory, "{tile:?}");
+                    assert!(tile.units() <= device.units, "{tile:?}");
+                }
+            }
+        }
+    }
+}
+
+/// Catches a plan that stays with the smallest blocks where larger ones fit.
+#[test]
+fn a_large_device_gets_large_blocks() {
+    let problem = problem(64, [64, 64], Dtype::F32, false, false);
+    assert_eq!(plan(&problem, &h200()).unwrap().forward, Tile::LARGE);
+    assert_eq!(plan(&problem, &webgpu()).unwrap().forward, Tile::SMALLEST);
+}
+
+/// Catches a launch with more buffers than the device binds.
+#[test]
+fn mask_and_bias_need_eight_bindings() {
+    let both = problem(64, [64, 64], Dtype::F32, true, true);
+    let error = plan(&both, &webgpu()).unwrap_err();
+    assert!(matches!(
+        error,
+        PlanError::Bindings {
+            given: 7,
+            expected: 8,
+            ..
+        }
+    ));
+    assert_eq!(
+        error.to_string(),
+        "device webgpu binds 7 buffers in a kernel, expected at least 8 for gradients with mask and bias"
+    );
+    let eight = Device {
+        max_bindings: 8,
+        ..webgpu()
+    };
+    assert!(plan(&both, &eight).is_ok());
+}
+
+/// Catches an element type that reaches a device without it.
+#[test]
+fn a_missing_element_type_is_named() {
+    let half = problem(64, [64, 64], Dtype::F16, false, false);
+    assert_eq!(
+        plan(&half, &webgpu()).unwrap_err().to_string(),
+        "device webgpu has no f16, expected one of f32"
+    );
+    assert!(plan(&half, &h200()).is_ok());
+}
+
+/// Catches a device too small for any blocks, one limit at a time.
+#[test]
+fn too_little_for_the_smallest_blocks() {
+    let problem = problem(64, [64, 64], Dtype::F32, false, false);
+    let starved = [
+        Device {
+            shared_memory: Tile::SMALLEST.shared_memory() - 1,
+            ..webgpu()
+        },
+        Device {
+            units: Tile::SMALLEST.units() - 1,
+            ..webgpu()
+        },
+    ];
+    for device in starved {
+        let error = plan(&problem, &device).unwrap_err();
+        assert!(matches!(error, PlanError::Cube { .. }), "{error}");
+    }
+}
+
+/// Catches an output that no buffer of the device holds.
+#[test]
+fn outputs_past_the_largest_buffer() {
+    // 2 heads x 65,537 rows x 256 features x 4 bytes lie just past 128 MiB.
+    let long = problem(65_537, [64, 256], Dtype::F32, false, false);
+    let error = plan(&long, &webgpu()).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            PlanError::Buffer {
+                operand: "output",
+                given: 134_219_776,
+                ..
+            }
+        ),
+        "{error}"
+    );
+}
