@@ -1,13 +1,16 @@
 //! Exact blockwise (flash) attention kernels, written once in CubeCL.
 //!
-//! CubeCL bindings go in and out; nothing here knows Burn. [`device`] reads what a device can do,
-//! [`plan`](mod@plan) picks kernels and block sizes for a problem on it, and each kernel family is one folder:
+//! CubeCL bindings go in and out ([`operands`]); nothing here knows Burn. [`device`] reads what a
+//! device can do, [`plan`](mod@plan) picks kernels and block sizes for a problem on it, and each kernel family is one folder:
 //! [`portable`] runs everywhere CubeCL does.
 
 #![recursion_limit = "256"]
 
 pub mod device;
+pub mod operands;
 pub mod plan;
 pub mod portable;
+mod schedule;
+mod score;
 
 pub use flash_attention_spec as spec;

@@ -129,8 +129,8 @@ fn operands(
     value: CubeTensor,
     mask: MaybeBool<CubeBackend>,
     bias: MaybeFloat<CubeBackend>,
-) -> portable::Operands {
-    portable::Operands {
+) -> kernels_cubecl::operands::Operands {
+    kernels_cubecl::operands::Operands {
         query: untile(query).binding(),
         key: untile(key).binding(),
         value: untile(value).binding(),

@@ -4,9 +4,9 @@
 use super::gradient::{
     BlockPosition, block_dots, rebuild_probabilities, score_gradients, share_scores,
 };
-use super::problem::{Config, Geometry, partly_visible};
 use super::stage::rows_of;
-use super::tile::Quad;
+use super::tile::{Config, Quad};
+use crate::schedule::{Geometry, partly_visible};
 use cubecl::prelude::*;
 
 /// Shape of the bias.
@@ -102,7 +102,7 @@ pub(crate) fn bias_gradient_kernel<E: Float, M: Int, N: Size>(
                 for key_block in column..end_column {
                     let first_query = (query_block * block_q) as i32;
                     let first_kv = (key_block * block_kv) as i32;
-                    if partly_visible(&geometry, first_query, first_kv, tile) {
+                    if partly_visible(&geometry, first_query, first_kv, block_q, block_kv) {
                         let position = BlockPosition {
                             batch,
                             head,

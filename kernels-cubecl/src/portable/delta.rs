@@ -1,8 +1,8 @@
 //! The row statistics of the backward pass: `D = rowsum(dO o) - dlse` beside the saved two.
 
-use super::problem::{Config, Geometry};
 use super::stage::{load_quad, rows_of};
-use super::tile::Quad;
+use super::tile::{Config, Quad};
+use crate::schedule::Geometry;
 use cubecl::prelude::*;
 
 /// Writes `[3, batch, heads, seq_q]`: the two saved statistics and `D`, one unit for each row.

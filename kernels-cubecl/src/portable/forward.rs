@@ -1,10 +1,9 @@
 //! The forward kernel: one cube for each block of queries of a head.
 
-use super::problem::{
-    Config, Geometry, counts, finish_score, keys_of_block, lowest, score_row, wholly_visible,
-};
 use super::stage::{rows_of, stage_columns, stage_features};
-use super::tile::{Quad, accumulate_dots, accumulate_rows, column_passes};
+use super::tile::{Config, Quad, accumulate_dots, accumulate_rows, column_passes};
+use crate::schedule::{Geometry, keys_of_block, wholly_visible};
+use crate::score::{counts, finish_score, lowest, score_row};
 use cubecl::prelude::*;
 
 /// Writes the output `[batch, heads, seq_q, value_dim]` and the statistics
@@ -73,8 +72,8 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
     let end_block = (keys.end as usize).div_ceil(block_kv);
     for block in first_block..end_block {
         let first_kv = (block * block_kv) as i32;
-        let edge =
-            comptime!(mask.is_some()) || !wholly_visible(&geometry, first_query, first_kv, tile);
+        let edge = comptime!(mask.is_some())
+            || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
 
         // S = Q K^T
         #[unroll]
@@ -134,7 +133,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
                     &mask,
                     &bias,
                     &geometry,
-                    config,
+                    config.capped,
                 );
                 scores[comptime!(r * 4 + c)] = score;
                 highest = max(highest, score);

@@ -1,8 +1,9 @@
 //! One block of scores in the backward pass: probabilities rebuilt, and their gradients.
 
-use super::problem::{Config, Geometry, counts, finish_score, score_row, uncap};
 use super::stage::{Rows, stage_features};
-use super::tile::{Quad, accumulate_dots};
+use super::tile::{Config, Quad, accumulate_dots};
+use crate::schedule::Geometry;
+use crate::score::{counts, finish_score, score_row, uncap};
 use cubecl::prelude::*;
 
 /// Where a block of scores lies.
@@ -104,7 +105,7 @@ pub(crate) fn rebuild_probabilities<E: Float, M: Int>(
                 mask,
                 bias,
                 geometry,
-                config,
+                config.capped,
             );
             let mut p = 0.0f32;
             if counts(score) {
@@ -161,7 +162,7 @@ pub(crate) fn uncap_gradients(
     if comptime!(config.capped) {
         #[unroll]
         for n in 0..comptime!(config.tile.rows * 4) {
-            gradients[n] = uncap(gradients[n], dots[n], geometry, config);
+            gradients[n] = uncap(gradients[n], dots[n], geometry, config.capped);
         }
     }
 }

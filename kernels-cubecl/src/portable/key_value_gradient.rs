@@ -8,11 +8,10 @@ use super::gradient::{
     BlockPosition, block_dots, rebuild_probabilities, score_gradients, share_scores,
     uncap_gradients,
 };
-use super::problem::{Config, Geometry, partly_visible, wholly_visible};
 use super::stage::{rows_of, stage_columns};
-use super::tile::{Quad, accumulate_columns, column_passes};
+use super::tile::{Config, Quad, accumulate_columns, column_passes};
+use crate::schedule::{Geometry, partly_visible, queries_of_block, wholly_visible};
 use cubecl::prelude::*;
-use flash_attention_spec::visibility::{end_query, first_query as first_query_of};
 
 /// Writes the gradients that are there, packed: of the key `[batch, kv_heads, seq_kv, head_dim]`,
 /// of the value `[batch, kv_heads, seq_kv, value_dim]`.
@@ -74,21 +73,9 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     let mut gradients = Array::<f32>::new(comptime!(tile.rows * 4));
 
     // The queries that see some key of the block through the band.
-    let mut last_kv = first_kv + comptime!(block_kv as i32) - 1;
-    if last_kv >= geometry.seq_kv {
-        last_kv = geometry.seq_kv - 1;
-    }
-    let mut begin = first_query_of(first_kv, geometry.offset, geometry.right);
-    begin = select(begin < 0, 0i32, begin);
-    let mut end = end_query(last_kv, geometry.offset, geometry.left);
-    if end > geometry.seq_q {
-        end = geometry.seq_q;
-    }
-    if end < begin {
-        end = begin;
-    }
-    let first_block = begin as usize / block_q;
-    let end_block = (end as usize).div_ceil(block_q);
+    let queries = queries_of_block(&geometry, first_kv, block_kv);
+    let first_block = queries.first as usize / block_q;
+    let end_block = (queries.end as usize).div_ceil(block_q);
 
     for member in 0..geometry.group {
         let head = kv_head * geometry.group + member;
@@ -96,9 +83,9 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
         let gradient_rows = rows_of(output_gradient, batch, head, geometry.seq_q);
         for block in first_block..end_block {
             let first_query = (block * block_q) as i32;
-            if partly_visible(&geometry, first_query, first_kv, tile) {
+            if partly_visible(&geometry, first_query, first_kv, block_q, block_kv) {
                 let edge = comptime!(mask.is_some())
-                    || !wholly_visible(&geometry, first_query, first_kv, tile);
+                    || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
                 let position = BlockPosition {
                     batch,
                     head,

@@ -4,54 +4,18 @@ use super::bias_gradient::{BiasBroadcast, BiasShapeLaunch, bias_gradient_kernel}
 use super::delta::delta_kernel;
 use super::forward::forward_kernel;
 use super::key_value_gradient::key_value_gradient_kernel;
-use super::problem::{Config, GeometryLaunch};
 use super::query_gradient::query_gradient_kernel;
-use super::tile::Tile;
+use super::tile::{Config, Tile};
 use crate::device::elem_type;
+use crate::operands::{
+    Gradients, Operands, broadcast_bias, broadcast_mask, cube_count, geometry, optional,
+};
 use crate::plan::Blueprint;
-use cubecl::ir::{AddressType, ElemType, UIntKind};
+use crate::schedule::GeometryLaunch;
+use cubecl::ir::{AddressType, ElemType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use cubecl::zspace::{Shape, Strides};
 use flash_attention_spec::{Problem, Wanted};
-
-/// Operands as they lie in memory: any strides, offsets in their handles.
-pub struct Operands {
-    /// `[batch, heads, seq_q, head_dim]`.
-    pub query: TensorBinding,
-    /// `[batch, kv_heads, seq_kv, head_dim]`.
-    pub key: TensorBinding,
-    /// `[batch, kv_heads, seq_kv, value_dim]`.
-    pub value: TensorBinding,
-    /// Broadcasts to the scores; non-zero hides. With its element type.
-    pub mask: Option<(TensorBinding, ElemType)>,
-    /// Broadcasts to the scores.
-    pub bias: Option<TensorBinding>,
-}
-
-impl Clone for Operands {
-    fn clone(&self) -> Self {
-        Self {
-            query: self.query.clone(),
-            key: self.key.clone(),
-            value: self.value.clone(),
-            mask: self.mask.clone(),
-            bias: self.bias.clone(),
-        }
-    }
-}
-
-/// Gradients, packed, in the shapes and element type of their operands.
-pub struct Gradients {
-    /// Gradient of the query, if wanted.
-    pub query: Option<Handle>,
-    /// Gradient of the key, if wanted.
-    pub key: Option<Handle>,
-    /// Gradient of the value, if wanted.
-    pub value: Option<Handle>,
-    /// Gradient of the bias, if wanted.
-    pub bias: Option<Handle>,
-}
 
 /// The output `[batch, heads, seq_q, value_dim]` and the statistics `[2, batch, heads, seq_q]` in
 /// `f32` (row maximum, logarithm of the sum of `exp(score - maximum)`), both packed.
@@ -308,31 +272,12 @@ impl<'a> Launch<'a> {
         if self.config.vectorized { 4 } else { 1 }
     }
 
-    /// `cubes` spread over x and y; the kernels stop where there are a few too many.
     fn count(&self, cubes: usize) -> CubeCount {
-        let (limit, _, _) = self.client.properties().hardware.max_cube_count;
-        let x = cubes.min(limit as usize).max(1);
-        let y = cubes.div_ceil(x).max(1);
-        // Even columns leave the fewest idle cubes.
-        let x = cubes.div_ceil(y).max(1);
-        CubeCount::Static(x as u32, y as u32, 1)
+        cube_count(self.client, cubes)
     }
 
     fn geometry(&self) -> GeometryLaunch {
-        let problem = self.problem;
-        GeometryLaunch::new(
-            problem.batch,
-            problem.heads,
-            problem.group(),
-            problem.seq_q as i32,
-            problem.seq_kv as i32,
-            problem.band.offset,
-            problem.band.left,
-            problem.band.right,
-            problem.scale as f32,
-            problem.softcap.unwrap_or(1.0) as f32,
-            f32::NEG_INFINITY,
-        )
+        geometry(self.problem)
     }
 }
 
@@ -342,39 +287,4 @@ fn in_fours(x: &TensorBinding, bytes: usize) -> bool {
     x.strides[3] == 1
         && x.strides[..3].iter().all(|stride| stride % 4 == 0)
         && offset.is_multiple_of(4 * bytes)
-}
-
-/// The operand with stride 0 on every dimension it is broadcast on.
-fn broadcast(x: TensorBinding, full: [usize; 4]) -> TensorBinding {
-    let strides: Vec<usize> = x
-        .shape
-        .iter()
-        .zip(x.strides.iter())
-        .map(|(&n, &stride)| if n == 1 { 0 } else { stride })
-        .collect();
-    TensorBinding {
-        strides: Strides::new(&strides),
-        shape: Shape::new(full),
-        ..x
-    }
-}
-
-fn optional<T: LaunchArg<RuntimeArg = TensorArg> + CubeType>(
-    x: &Option<TensorBinding>,
-) -> ComptimeOptionArgs<T> {
-    x.clone().map(TensorBinding::into_tensor_arg).into()
-}
-
-fn broadcast_bias(problem: &Problem, bias: Option<TensorBinding>) -> Option<TensorBinding> {
-    bias.map(|bias| broadcast(bias, problem.score_shape()))
-}
-
-fn broadcast_mask(
-    problem: &Problem,
-    mask: Option<(TensorBinding, ElemType)>,
-) -> (Option<TensorBinding>, ElemType) {
-    match mask {
-        Some((mask, element)) => (Some(broadcast(mask, problem.score_shape())), element),
-        None => (None, ElemType::UInt(UIntKind::U32)),
-    }
 }

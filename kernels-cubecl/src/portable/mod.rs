@@ -24,10 +24,9 @@ mod forward;
 mod gradient;
 mod key_value_gradient;
 mod launch;
-mod problem;
 mod query_gradient;
 mod stage;
 mod tile;
 
-pub use launch::{Gradients, Operands, attention_backward, attention_forward};
+pub use launch::{attention_backward, attention_forward};
 pub use tile::Tile;

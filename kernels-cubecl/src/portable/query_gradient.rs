@@ -5,9 +5,9 @@ use super::gradient::{
     BlockPosition, block_dots, rebuild_probabilities, score_gradients, share_scores,
     uncap_gradients,
 };
-use super::problem::{Config, Geometry, keys_of_block, wholly_visible};
 use super::stage::{rows_of, stage_columns};
-use super::tile::{Quad, accumulate_rows, column_passes};
+use super::tile::{Config, Quad, accumulate_rows, column_passes};
+use crate::schedule::{Geometry, keys_of_block, wholly_visible};
 use cubecl::prelude::*;
 
 /// Writes the gradient of the query, packed, `[batch, heads, seq_q, head_dim]`.
@@ -69,8 +69,8 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
     let end_block = (keys.end as usize).div_ceil(block_kv);
     for block in first_block..end_block {
         let first_kv = (block * block_kv) as i32;
-        let edge =
-            comptime!(mask.is_some()) || !wholly_visible(&geometry, first_query, first_kv, tile);
+        let edge = comptime!(mask.is_some())
+            || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
         let position = BlockPosition {
             batch,
             head,

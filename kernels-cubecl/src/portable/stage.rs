@@ -1,7 +1,6 @@
 //! Loads from global to shared memory, as `f32`, from any strides.
 
-use super::problem::Config;
-use super::tile::{Quad, has_non_finite};
+use super::tile::{Config, Quad, has_non_finite};
 use cubecl::prelude::*;
 
 /// Rows of one head of a `[batch, heads, rows, features]` operand.

@@ -101,6 +101,17 @@ impl Tile {
     }
 }
 
+/// Comptime choices: one compiled kernel for each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Config {
+    pub tile: Tile,
+    pub head_dim: usize,
+    pub value_dim: usize,
+    /// Rows are read in fours; else by their stride, one element at a time.
+    pub vectorized: bool,
+    pub capped: bool,
+}
+
 /// Columns of `dim` features that an x unit accumulates, in fours.
 pub(crate) fn column_passes(tile: Tile, dim: usize) -> usize {
     dim.div_ceil(4).div_ceil(tile.units_x)

@@ -1,106 +1,15 @@
-//! A problem as kernels see it: run-time numbers, comptime choices, and the score of one element.
+//! The score of one element: scale, soft cap, bias and visibility, in the order of the specification.
 
-use super::tile::Tile;
+use crate::schedule::Geometry;
 use cubecl::prelude::*;
 use flash_attention_spec::score::{soft_cap, soft_cap_derivative};
 use flash_attention_spec::visibility::{end_key, first_key};
-
-/// Run-time numbers of a problem.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(crate) struct Geometry {
-    pub batch: usize,
-    pub heads: usize,
-    /// Query heads that read one key head.
-    pub group: usize,
-    pub seq_q: i32,
-    pub seq_kv: i32,
-    /// The band of `causal` and `window`.
-    pub offset: i32,
-    pub left: i32,
-    pub right: i32,
-    pub scale: f32,
-    /// 1 where there is no cap.
-    pub softcap: f32,
-    /// Some shading languages have no literal for it.
-    pub negative_infinity: f32,
-}
-
-/// Comptime choices: one compiled kernel for each.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Config {
-    pub tile: Tile,
-    pub head_dim: usize,
-    pub value_dim: usize,
-    /// Rows are read in fours; else by their stride, one element at a time.
-    pub vectorized: bool,
-    pub capped: bool,
-}
 
 /// Stands for "no key seen yet" in running maxima, and marks hidden scores. Every finite score is
 /// at least this, so unlike an arbitrary large negative number it changes no result.
 #[cube]
 pub(crate) fn lowest() -> f32 {
     f32::min_value()
-}
-
-/// Keys that a block of queries can see.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(crate) struct KeyRange {
-    pub first: i32,
-    pub end: i32,
-}
-
-/// The keys that some query of `first_query .. first_query + block_q` sees through the band.
-#[cube]
-pub(crate) fn keys_of_block(
-    geometry: &Geometry,
-    first_query: i32,
-    #[comptime] block_q: usize,
-) -> KeyRange {
-    let mut last_query = first_query + comptime!(block_q as i32) - 1;
-    if last_query >= geometry.seq_q {
-        last_query = geometry.seq_q - 1;
-    }
-    let mut first = first_key(first_query, geometry.offset, geometry.left);
-    first = select(first < 0, 0i32, first);
-    let mut end = end_key(last_query, geometry.offset, geometry.right);
-    if end > geometry.seq_kv {
-        end = geometry.seq_kv;
-    }
-    if end < first {
-        end = first;
-    }
-    KeyRange { first, end }
-}
-
-/// Whether every query of the block sees every key of the block, mask aside.
-#[cube]
-pub(crate) fn wholly_visible(
-    geometry: &Geometry,
-    first_query: i32,
-    first_kv: i32,
-    #[comptime] tile: Tile,
-) -> bool {
-    let last_query = first_query + comptime!(tile.block_q() as i32) - 1;
-    let end_kv = first_kv + comptime!(tile.block_kv() as i32);
-    last_query < geometry.seq_q
-        && end_kv <= geometry.seq_kv
-        && first_key(last_query, geometry.offset, geometry.left) <= first_kv
-        && end_key(first_query, geometry.offset, geometry.right) >= end_kv
-}
-
-/// Whether some query of the block sees some key of the block, mask aside.
-#[cube]
-pub(crate) fn partly_visible(
-    geometry: &Geometry,
-    first_query: i32,
-    first_kv: i32,
-    #[comptime] tile: Tile,
-) -> bool {
-    let keys = keys_of_block(geometry, first_query, comptime!(tile.block_q()));
-    keys.first < first_kv + comptime!(tile.block_kv() as i32) && keys.end > first_kv
 }
 
 /// What the scores of one query have in common.
@@ -164,9 +73,9 @@ pub(crate) fn finish_score<E: Float, M: Int>(
     mask: &ComptimeOption<&Tensor<M>>,
     bias: &ComptimeOption<&Tensor<E>>,
     geometry: &Geometry,
-    #[comptime] config: Config,
+    #[comptime] capped: bool,
 ) -> f32 {
-    let mut score = capped_score(dot, geometry, config);
+    let mut score = capped_score(dot, geometry, capped);
     let mut visible = j >= row.first && j < row.end;
     #[comptime]
     match mask {
@@ -199,9 +108,9 @@ pub(crate) fn counts(score: f32) -> bool {
 
 /// Scale and soft cap.
 #[cube]
-pub(crate) fn capped_score(dot: f32, geometry: &Geometry, #[comptime] config: Config) -> f32 {
+pub(crate) fn capped_score(dot: f32, geometry: &Geometry, #[comptime] capped: bool) -> f32 {
     let mut score = dot * geometry.scale;
-    if comptime!(config.capped) {
+    if capped {
         score = soft_cap(score, geometry.softcap);
     }
     score
@@ -209,18 +118,13 @@ pub(crate) fn capped_score(dot: f32, geometry: &Geometry, #[comptime] config: Co
 
 /// The gradient of the uncapped score from that of the capped one; 0 stays 0 whatever `dot` holds.
 #[cube]
-pub(crate) fn uncap(
-    gradient: f32,
-    dot: f32,
-    geometry: &Geometry,
-    #[comptime] config: Config,
-) -> f32 {
+pub(crate) fn uncap(gradient: f32, dot: f32, geometry: &Geometry, #[comptime] capped: bool) -> f32 {
     let mut result = gradient;
-    if comptime!(config.capped) {
+    if capped {
         // Chosen before the product: a driver that takes every number for finite may turn a choice
         // between a product with 0 and 0 into the product.
         let finite = select(gradient != 0.0f32, dot, 0.0f32);
-        let capped = capped_score(finite, geometry, config);
+        let capped = capped_score(finite, geometry, capped);
         result = gradient * soft_cap_derivative(capped, geometry.softcap);
     }
     result

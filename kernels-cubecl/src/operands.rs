@@ -1,0 +1,115 @@
+//! What goes into the kernels and comes out, and how a problem becomes their arguments: the same for
+//! every family.
+
+use crate::schedule::GeometryLaunch;
+use cubecl::ir::{ElemType, UIntKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use cubecl::zspace::{Shape, Strides};
+use flash_attention_spec::Problem;
+
+/// Operands as they lie in memory: any strides, offsets in their handles.
+pub struct Operands {
+    /// `[batch, heads, seq_q, head_dim]`.
+    pub query: TensorBinding,
+    /// `[batch, kv_heads, seq_kv, head_dim]`.
+    pub key: TensorBinding,
+    /// `[batch, kv_heads, seq_kv, value_dim]`.
+    pub value: TensorBinding,
+    /// Broadcasts to the scores; non-zero hides. With its element type.
+    pub mask: Option<(TensorBinding, ElemType)>,
+    /// Broadcasts to the scores.
+    pub bias: Option<TensorBinding>,
+}
+
+impl Clone for Operands {
+    fn clone(&self) -> Self {
+        Self {
+            query: self.query.clone(),
+            key: self.key.clone(),
+            value: self.value.clone(),
+            mask: self.mask.clone(),
+            bias: self.bias.clone(),
+        }
+    }
+}
+
+/// Gradients, packed, in the shapes and element type of their operands.
+pub struct Gradients {
+    /// Gradient of the query, if wanted.
+    pub query: Option<Handle>,
+    /// Gradient of the key, if wanted.
+    pub key: Option<Handle>,
+    /// Gradient of the value, if wanted.
+    pub value: Option<Handle>,
+    /// Gradient of the bias, if wanted.
+    pub bias: Option<Handle>,
+}
+
+/// The run-time numbers of a problem.
+pub(crate) fn geometry(problem: &Problem) -> GeometryLaunch {
+    GeometryLaunch::new(
+        problem.batch,
+        problem.heads,
+        problem.group(),
+        problem.seq_q as i32,
+        problem.seq_kv as i32,
+        problem.band.offset,
+        problem.band.left,
+        problem.band.right,
+        problem.scale as f32,
+        problem.softcap.unwrap_or(1.0) as f32,
+        f32::NEG_INFINITY,
+    )
+}
+
+/// `cubes` spread over x and y; the kernels stop where there are a few too many.
+pub(crate) fn cube_count(client: &Client, cubes: usize) -> CubeCount {
+    let (limit, _, _) = client.properties().hardware.max_cube_count;
+    let x = cubes.min(limit as usize).max(1);
+    let y = cubes.div_ceil(x).max(1);
+    // Even columns leave the fewest idle cubes.
+    let x = cubes.div_ceil(y).max(1);
+    CubeCount::Static(x as u32, y as u32, 1)
+}
+
+/// The operand with stride 0 on every dimension it is broadcast on.
+fn broadcast(x: TensorBinding, full: [usize; 4]) -> TensorBinding {
+    let strides: Vec<usize> = x
+        .shape
+        .iter()
+        .zip(x.strides.iter())
+        .map(|(&n, &stride)| if n == 1 { 0 } else { stride })
+        .collect();
+    TensorBinding {
+        strides: Strides::new(&strides),
+        shape: Shape::new(full),
+        ..x
+    }
+}
+
+/// A kernel's optional operand.
+pub(crate) fn optional<T: LaunchArg<RuntimeArg = TensorArg> + CubeType>(
+    x: &Option<TensorBinding>,
+) -> ComptimeOptionArgs<T> {
+    x.clone().map(TensorBinding::into_tensor_arg).into()
+}
+
+/// The bias, in the shape of the scores.
+pub(crate) fn broadcast_bias(
+    problem: &Problem,
+    bias: Option<TensorBinding>,
+) -> Option<TensorBinding> {
+    bias.map(|bias| broadcast(bias, problem.score_shape()))
+}
+
+/// The mask, in the shape of the scores, and its element type; any type where there is no mask.
+pub(crate) fn broadcast_mask(
+    problem: &Problem,
+    mask: Option<(TensorBinding, ElemType)>,
+) -> (Option<TensorBinding>, ElemType) {
+    match mask {
+        Some((mask, element)) => (Some(broadcast(mask, problem.score_shape())), element),
+        None => (None, ElemType::UInt(UIntKind::U32)),
+    }
+}
