@@ -24,6 +24,8 @@ pub struct Device {
     pub max_cube_count: (u32, u32, u32),
     /// Largest buffer, in bytes.
     pub max_buffer: u64,
+    /// A processor behind a graphics interface, or a CPU: no card.
+    pub software: bool,
     /// Element types it computes with or, as storage, converts to `f32`.
     pub dtypes: Vec<Dtype>,
     /// Matrix-unit instructions, as `m x n x k input -> accumulator`.
@@ -67,6 +69,7 @@ impl Device {
             max_bindings: hardware.max_bindings,
             max_cube_count: hardware.max_cube_count,
             max_buffer: properties.memory.max_page_size,
+            software: properties.identity.physical.is_none(),
             dtypes,
             matrix_shapes,
         }

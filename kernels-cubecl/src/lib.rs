@@ -7,10 +7,12 @@
 #![recursion_limit = "256"]
 
 pub mod device;
+mod dispatch;
 pub mod operands;
 pub mod plan;
 pub mod portable;
 mod schedule;
 mod score;
 
+pub use dispatch::{attention_backward, attention_forward};
 pub use flash_attention_spec as spec;

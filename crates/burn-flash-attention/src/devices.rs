@@ -176,11 +176,11 @@ impl fmt::Display for Explanation {
 pub fn explain(problem: &Problem, device: &Device) -> Result<Explanation, crate::AttentionError> {
     #[cfg(feature = "cube")]
     if let Some(limits) = crate::cube::limits(device) {
-        let blueprint = kernels_cubecl::plan::plan(problem, &limits)?;
+        let served = kernels_cubecl::plan::plan(problem, &limits)?.forward();
         return Ok(Explanation {
-            family: blueprint.family(),
-            block_q: blueprint.forward.block_q(),
-            block_kv: blueprint.forward.block_kv(),
+            family: served.family,
+            block_q: served.block_q,
+            block_kv: served.block_kv,
             declined: Vec::new(),
             notes: Vec::new(),
         });

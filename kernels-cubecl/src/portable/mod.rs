@@ -19,14 +19,18 @@
 //! every result is reproducible bit for bit.
 
 mod bias_gradient;
+mod blueprint;
 mod delta;
 mod forward;
 mod gradient;
 mod key_value_gradient;
 mod launch;
+mod pack;
+mod product;
 mod query_gradient;
 mod stage;
 mod tile;
 
+pub use blueprint::{Blueprint, plan};
 pub use launch::{attention_backward, attention_forward};
 pub use tile::Tile;
