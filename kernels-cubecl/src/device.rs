@@ -1,6 +1,6 @@
 //! What a device can do, as plain data read once from its client.
 
-use cubecl::features::TypeUsage;
+use cubecl::features::{MmaConfig, TypeUsage};
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use flash_attention_spec::Dtype;
@@ -30,6 +30,12 @@ pub struct Device {
     pub dtypes: Vec<Dtype>,
     /// Matrix-unit instructions, as `m x n x k input -> accumulator`.
     pub matrix_shapes: Vec<String>,
+    /// Those of `matrix_shapes` whose registers a kernel holds itself.
+    pub mma_shapes: Vec<String>,
+    /// Element types that matrix fragments are loaded of from shared memory in one instruction.
+    pub ldmatrix: Vec<Dtype>,
+    /// Copies from global to shared memory that a kernel does not wait for.
+    pub copy_async: bool,
 }
 
 /// The CubeCL element type of `dtype`.
@@ -54,11 +60,13 @@ impl Device {
             })
             .collect();
         let matmul = &properties.features.matmul;
-        let matrix_shapes = matmul
-            .mma
-            .iter()
-            .chain(matmul.cmma.iter())
-            .map(|m| format!("{}x{}x{} {} -> {}", m.m, m.n, m.k, m.a_type, m.cd_type))
+        let shape =
+            |m: &MmaConfig| format!("{}x{}x{} {} -> {}", m.m, m.n, m.k, m.a_type, m.cd_type);
+        let matrix_shapes = matmul.mma.iter().chain(&matmul.cmma).map(shape).collect();
+        let mma_shapes = matmul.mma.iter().map(shape).collect();
+        let ldmatrix = Dtype::ALL
+            .into_iter()
+            .filter(|&dtype| matmul.ldmatrix.contains(&elem_type(dtype)))
             .collect();
         Self {
             hardware: properties.identity.name.clone(),
@@ -72,6 +80,9 @@ impl Device {
             software: properties.identity.physical.is_none(),
             dtypes,
             matrix_shapes,
+            mma_shapes,
+            ldmatrix,
+            copy_async: properties.features.copy_async,
         }
     }
 }

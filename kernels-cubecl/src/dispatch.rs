@@ -1,5 +1,6 @@
 //! Runs the family that a blueprint names for each pass.
 
+use crate::mma;
 use crate::operands::{Gradients, Operands};
 use crate::plan::Blueprint;
 use crate::portable;
@@ -17,7 +18,10 @@ pub fn attention_forward(
     blueprint: &Blueprint,
     operands: Operands,
 ) -> (Handle, Handle) {
-    portable::attention_forward(client, problem, &blueprint.portable, operands)
+    match &blueprint.mma {
+        Ok(mma) => mma::attention_forward(client, problem, mma, operands),
+        Err(_) => portable::attention_forward(client, problem, &blueprint.portable, operands),
+    }
 }
 
 /// The wanted gradients. `output` and `statistics` are those of [`attention_forward`];

@@ -2,12 +2,13 @@
 //!
 //! CubeCL bindings go in and out ([`operands`]); nothing here knows Burn. [`device`] reads what a
 //! device can do, [`plan`](mod@plan) picks kernels and block sizes for a problem on it, and each kernel family is one folder:
-//! [`portable`] runs everywhere CubeCL does.
+//! [`portable`] runs everywhere CubeCL does, [`mma`] on NVIDIA's matrix units.
 
 #![recursion_limit = "256"]
 
 pub mod device;
 mod dispatch;
+pub mod mma;
 pub mod operands;
 pub mod plan;
 pub mod portable;

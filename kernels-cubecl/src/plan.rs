@@ -4,6 +4,7 @@
 //! first; each serves a problem exactly as the specification has it, or names its reason.
 
 use crate::device::Device;
+use crate::mma;
 use crate::portable;
 use crate::portable::Tile;
 use flash_attention_spec::{Dtype, Problem};
@@ -11,6 +12,9 @@ use thiserror::Error;
 
 /// Name of the register-tile family that serves every device.
 pub const PORTABLE: &str = "portable";
+
+/// Name of the family on NVIDIA's register fragments.
+pub const MMA: &str = "mma";
 
 /// Why no kernel family serves a problem on a device.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -71,6 +75,8 @@ pub enum PlanError {
 pub struct Blueprint {
     /// The portable kernels, which serve what the other families decline.
     pub portable: portable::Blueprint,
+    /// Register fragments, or why not.
+    pub mma: Result<mma::Blueprint, mma::Decline>,
 }
 
 /// One pass of a blueprint.
@@ -87,12 +93,27 @@ pub struct Served {
 impl Blueprint {
     /// What runs the forward pass.
     pub fn forward(&self) -> Served {
-        Served::portable(self.portable.forward)
+        match &self.mma {
+            Ok(mma) => Served {
+                family: MMA,
+                block_q: mma.forward.owned(),
+                block_kv: mma.forward.walked,
+            },
+            Err(_) => Served::portable(self.portable.forward),
+        }
     }
 
     /// What runs the backward pass.
     pub fn backward(&self) -> Served {
         Served::portable(self.portable.backward)
+    }
+
+    /// Families that declined, each with its reason.
+    pub fn declined(&self) -> Vec<(&'static str, String)> {
+        let mma = self.mma.as_ref().err();
+        mma.map(|reason| (MMA, reason.to_string()))
+            .into_iter()
+            .collect()
     }
 }
 
@@ -113,5 +134,6 @@ impl Served {
 pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, PlanError> {
     Ok(Blueprint {
         portable: portable::plan(problem, device)?,
+        mma: mma::plan(problem, device),
     })
 }

@@ -19,6 +19,9 @@ fn webgpu() -> Device {
         software: false,
         dtypes: vec![Dtype::F32],
         matrix_shapes: Vec::new(),
+        mma_shapes: Vec::new(),
+        ldmatrix: Vec::new(),
+        copy_async: false,
     }
 }
 
@@ -36,6 +39,12 @@ fn h200() -> Device {
         software: false,
         dtypes: Dtype::ALL.to_vec(),
         matrix_shapes: Vec::new(),
+        mma_shapes: vec![
+            "16x8x16 f16 -> f32".to_string(),
+            "16x8x16 bf16 -> f32".to_string(),
+        ],
+        ldmatrix: vec![Dtype::F16, Dtype::BF16],
+        copy_async: true,
     }
 }
 

@@ -12,7 +12,7 @@ fn flex_is_listed_with_what_serves_it() {
         .find(|device| device["name"] == "flex")
         .unwrap();
     assert_eq!(flex["compiler"], "rust");
-    assert_eq!(flex["forward_family"], "composed");
+    assert_eq!(flex["forward"]["f32"], "composed");
     assert!(flex["dtypes"].as_array().unwrap().contains(&"f32".into()));
     let text = stdout("devices");
     assert!(

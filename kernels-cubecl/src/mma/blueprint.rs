@@ -1,0 +1,312 @@
+//! Which blocks serve a problem on a device, or why this family does not: a pure function of plain
+//! data.
+
+use super::fragment::{Rounding, pitch};
+use super::stage::Staging;
+use crate::device::Device;
+use flash_attention_spec::{Dtype, Problem};
+use thiserror::Error;
+
+/// The blocks of one kernel. A cube owns `warps * row_tiles * 16` rows of one side and walks blocks
+/// of the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Blocks {
+    /// Warps of a cube.
+    pub warps: usize,
+    /// Tiles of 16 rows that a warp owns. Two halve the shared memory traffic of each product, and
+    /// double the registers.
+    pub row_tiles: usize,
+    /// Rows of a block of the other side; a multiple of 16.
+    pub walked: usize,
+    /// Without asynchronous copies: whether the next block waits in registers.
+    pub prefetch: bool,
+}
+
+impl Blocks {
+    /// Rows of the cube.
+    pub const fn owned(&self) -> usize {
+        self.warps * self.row_tiles * 16
+    }
+
+    /// Units of the cube.
+    pub const fn units(&self) -> usize {
+        self.warps * 32
+    }
+}
+
+/// What is decided before a launch. Together with the options present it determines the generated
+/// code; lengths, strides, batch and heads stay run-time values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Blueprint {
+    /// The forward kernel; owns queries.
+    pub forward: Blocks,
+    /// The query gradient; owns queries.
+    pub query_gradient: Blocks,
+    /// The key and value gradients; owns keys.
+    pub key_value_gradient: Blocks,
+    /// One kernel for the key and the value gradient, or one for each: wide heads leave no room
+    /// for both in the registers.
+    pub joint_key_value: bool,
+    /// Assembly text for the exponential and for rounding.
+    pub assembly: bool,
+    /// Asynchronous copies; needs assembly text.
+    pub asynchronous: bool,
+}
+
+/// Why this family does not serve a problem on a device.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum Decline {
+    /// 16-bit operands only.
+    #[error("{given} operands, expected f16 or bf16")]
+    Dtype {
+        /// The element type.
+        given: Dtype,
+    },
+    /// The device lacks the product, or the load it is fed by.
+    #[error("device {device} has no {expected}")]
+    Instruction {
+        /// The device's name.
+        device: String,
+        /// What is missing.
+        expected: String,
+    },
+    /// The device's warps are not 32 wide.
+    #[error("device {device} has planes of {given:?} units, expected 32")]
+    Plane {
+        /// The device's name.
+        device: String,
+        /// Its smallest and largest plane.
+        given: (u32, u32),
+    },
+    /// The smallest blocks do not fit.
+    #[error("device {device} has {given} bytes of shared memory, expected at least {expected}")]
+    SharedMemory {
+        /// The device's name.
+        device: String,
+        /// What it has.
+        given: usize,
+        /// What is needed.
+        expected: usize,
+    },
+}
+
+/// The blueprint of `problem` on `device`.
+///
+/// # Errors
+/// [`Decline`] names what the device or the problem lacks.
+pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
+    let name = || device.hardware.clone();
+    let element = match problem.dtype {
+        Dtype::F32 => {
+            return Err(Decline::Dtype {
+                given: problem.dtype,
+            });
+        }
+        Dtype::F16 => "f16",
+        Dtype::BF16 => "bf16",
+    };
+    // Register layouts are those of NVIDIA's instruction.
+    let product = format!("16x8x16 {element} -> f32");
+    if !device.mma_shapes.contains(&product) {
+        return Err(Decline::Instruction {
+            device: name(),
+            expected: product,
+        });
+    }
+    if !device.ldmatrix.contains(&problem.dtype) {
+        return Err(Decline::Instruction {
+            device: name(),
+            expected: format!("ldmatrix of {element}"),
+        });
+    }
+    if device.plane_size != (32, 32) {
+        return Err(Decline::Plane {
+            device: name(),
+            given: device.plane_size,
+        });
+    }
+    let asynchronous = device.copy_async;
+    let widest = problem.head_dim.max(problem.value_dim);
+    let fits = |needed: usize| needed <= device.shared_memory;
+    let forward = candidates(widest, asynchronous, &FORWARD)
+        .find(|blocks| fits(forward_shared_memory(problem, blocks)));
+    let query_gradient = candidates(widest, asynchronous, &QUERY_GRADIENT)
+        .find(|blocks| fits(query_gradient_shared_memory(problem, blocks)));
+    let key_value_gradient = candidates(widest, asynchronous, &KEY_VALUE_GRADIENT)
+        .find(|blocks| fits(key_value_gradient_shared_memory(problem, blocks)));
+    let (Some(forward), Some(query_gradient), Some(key_value_gradient)) =
+        (forward, query_gradient, key_value_gradient)
+    else {
+        return Err(Decline::SharedMemory {
+            device: name(),
+            given: device.shared_memory,
+            expected: smallest(problem),
+        });
+    };
+    Ok(Blueprint {
+        forward,
+        query_gradient,
+        key_value_gradient,
+        joint_key_value: widest <= 128,
+        assembly: asynchronous,
+        asynchronous,
+    })
+}
+
+/// Blocks in order of preference for heads up to a width, with asynchronous copies and without.
+type Table = [(usize, &'static [Blocks], &'static [Blocks])];
+
+const fn blocks(warps: usize, row_tiles: usize, walked: usize) -> Blocks {
+    Blocks {
+        warps,
+        row_tiles,
+        walked,
+        prefetch: true,
+    }
+}
+
+/// The last of each fits every device that has the instructions.
+const FORWARD: [(usize, &[Blocks], &[Blocks]); 3] = [
+    (
+        64,
+        &[blocks(4, 2, 128), blocks(4, 1, 32)],
+        &[blocks(4, 2, 64), blocks(4, 1, 32)],
+    ),
+    (
+        128,
+        &[blocks(4, 2, 64), blocks(4, 2, 32), blocks(4, 1, 32)],
+        &[blocks(8, 1, 64), blocks(4, 1, 32)],
+    ),
+    (
+        256,
+        &[blocks(4, 1, 64), blocks(4, 1, 32), blocks(4, 1, 16)],
+        &[blocks(4, 1, 32), blocks(4, 1, 16)],
+    ),
+];
+
+const QUERY_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
+    (
+        64,
+        &[blocks(4, 2, 64), blocks(4, 1, 32)],
+        &[blocks(4, 1, 64), blocks(4, 1, 32)],
+    ),
+    (
+        128,
+        &[blocks(4, 2, 32), blocks(4, 1, 64), blocks(4, 1, 32)],
+        &[blocks(4, 1, 64), blocks(4, 1, 32)],
+    ),
+    (
+        256,
+        &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+    ),
+];
+
+const KEY_VALUE_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
+    (
+        64,
+        &[blocks(4, 2, 32), blocks(4, 1, 32)],
+        &[blocks(4, 1, 64), blocks(4, 1, 32)],
+    ),
+    (
+        128,
+        &[blocks(4, 1, 64), blocks(4, 1, 32)],
+        &[blocks(4, 1, 32)],
+    ),
+    (
+        256,
+        &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+    ),
+];
+
+fn candidates(
+    widest: usize,
+    asynchronous: bool,
+    table: &'static Table,
+) -> impl Iterator<Item = Blocks> {
+    let row = table.iter().find(|(width, _, _)| widest <= *width);
+    let (_, with, without) = row.expect("the last row serves the widest head");
+    let order = if asynchronous { *with } else { *without };
+    order.iter().copied()
+}
+
+fn smallest(problem: &Problem) -> usize {
+    let blocks = blocks(2, 1, 16);
+    forward_shared_memory(problem, &blocks)
+        .max(query_gradient_shared_memory(problem, &blocks))
+        .max(key_value_gradient_shared_memory(problem, &blocks))
+}
+
+/// Bytes of a cube: queries (then outputs), keys, values, flags.
+pub(super) fn forward_shared_memory(problem: &Problem, blocks: &Blocks) -> usize {
+    let (key, value) = (pitch(problem.head_dim), pitch(problem.value_dim));
+    let chunks = blocks.owned() * key.max(value) + blocks.walked * (key + value);
+    chunks * 16 + flags(blocks)
+}
+
+/// Bytes of a cube: queries, output gradients, keys, values, flags.
+pub(super) fn query_gradient_shared_memory(problem: &Problem, blocks: &Blocks) -> usize {
+    let (key, value) = (pitch(problem.head_dim), pitch(problem.value_dim));
+    (blocks.owned() + blocks.walked) * (key + value) * 16 + flags(blocks)
+}
+
+/// Bytes of a cube: keys, values, queries, output gradients, statistics, flags.
+pub(super) fn key_value_gradient_shared_memory(problem: &Problem, blocks: &Blocks) -> usize {
+    query_gradient_shared_memory(problem, blocks) + blocks.walked * 3 * 4
+}
+
+/// Flags of the walked rows, with the alignment of what lies beside them.
+fn flags(blocks: &Blocks) -> usize {
+    (blocks.walked + 1) * 4 + 128
+}
+
+/// Comptime choices of a kernel: one compiled kernel for each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Config {
+    pub blocks: Blocks,
+    pub head_dim: usize,
+    pub value_dim: usize,
+    /// Elements of a load: 8, 4 or 2, or 1 for rows of any stride.
+    pub vector: usize,
+    pub capped: bool,
+    pub biased: bool,
+    /// The scale is negative: the largest score belongs to the smallest dot product.
+    pub negative: bool,
+    pub assembly: bool,
+    pub asynchronous: bool,
+    pub bf16: bool,
+}
+
+impl Config {
+    /// Whether the score of a visible key is its dot product times the scale.
+    pub(crate) const fn plain(&self) -> bool {
+        !self.capped && !self.biased
+    }
+
+    /// The exponent bits of two elements in a word.
+    pub(crate) const fn exponent(&self) -> u32 {
+        if self.bf16 { 0x7F80_7F80 } else { 0x7C00_7C00 }
+    }
+
+    pub(crate) const fn rounding(&self) -> Rounding {
+        match (self.assembly, self.bf16) {
+            (false, _) => Rounding::Cast,
+            (true, false) => Rounding::PackedF16,
+            (true, true) => Rounding::PackedBF16,
+        }
+    }
+
+    /// Staging of `rows` rows of `dim` features.
+    pub(crate) const fn staging(&self, rows: usize, dim: usize) -> Staging {
+        Staging {
+            rows,
+            dim,
+            units: self.blocks.units(),
+            vector: self.vector,
+            asynchronous: self.asynchronous && self.vector == 8,
+            prefetch: self.blocks.prefetch && self.vector == 8,
+        }
+    }
+}

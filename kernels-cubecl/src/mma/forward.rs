@@ -1,0 +1,353 @@
+//! The forward kernel: one cube for each block of queries of a head.
+
+use super::blueprint::Config;
+use super::fragment::{
+    Accumulator, CHUNK, Chunk, Pair, base_along_columns, base_along_rows, chunks, dot_products,
+    pitch, round_pair, weighted_sum, zeros,
+};
+use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
+use super::softmax::{Position, finish_scores, no_statistics, row_result, softmax_block};
+use super::stage::{issue, land, rows_of};
+use crate::schedule::{Geometry, keys_of_block, wholly_visible};
+use cubecl::prelude::*;
+
+/// Writes the output `[batch, heads, seq_q, value_dim]` and the statistics
+/// `[2, batch, heads, seq_q]`: row maximum, and logarithm of the sum of `exp(score - maximum)`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
+    query: &Tensor<Vector<E, N>>,
+    key: &Tensor<Vector<E, N>>,
+    value: &Tensor<Vector<E, N>>,
+    mask: ComptimeOption<&Tensor<M>>,
+    bias: ComptimeOption<&Tensor<E>>,
+    output: &mut [Vector<E, N>],
+    statistics: &mut [f32],
+    geometry: Geometry,
+    #[comptime] config: Config,
+    #[define(E)] _element: ElemType,
+    #[define(M)] _mask_element: ElemType,
+) {
+    let blocks = comptime!(config.blocks);
+    let block_q = comptime!(blocks.owned());
+    let block_kv = comptime!(blocks.walked);
+    let row_tiles = comptime!(blocks.row_tiles);
+    let key_tiles = comptime!(block_kv / 8);
+    let value_tiles = comptime!(chunks(config.value_dim));
+    let key_pitch = comptime!(pitch(config.head_dim));
+    let value_pitch = comptime!(pitch(config.value_dim));
+
+    let query_blocks = (geometry.seq_q as usize).div_ceil(block_q);
+    let batch_head = CUBE_POS / query_blocks;
+    if batch_head >= geometry.batch * geometry.heads {
+        terminate!();
+    }
+    let batch = batch_head / geometry.heads;
+    let head = batch_head % geometry.heads;
+    // The last block of queries sees the most keys where the problem is causal: it starts first.
+    let first_query = ((query_blocks - 1 - CUBE_POS % query_blocks) * block_q) as i32;
+    let warp_row = UNIT_POS as usize / 32 * comptime!(16 * row_tiles);
+
+    let query_rows = rows_of(query, batch, head, geometry.seq_q);
+    let key_rows = rows_of(key, batch, head / geometry.group, geometry.seq_kv);
+    let value_rows = rows_of(value, batch, head / geometry.group, geometry.seq_kv);
+
+    // Queries at first, outputs at the end.
+    let widest = comptime!(Ord::max(key_pitch, value_pitch));
+    let mut queries = Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_q * widest), 16usize);
+    let mut keys =
+        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * key_pitch), 16usize);
+    let mut values =
+        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * value_pitch), 16usize);
+    let mut flags = row_flags(block_kv);
+
+    let query_staging = comptime!(config.staging(block_q, config.head_dim).direct());
+    let key_staging = comptime!(config.staging(block_kv, config.head_dim));
+    let value_staging = comptime!(config.staging(block_kv, config.value_dim));
+    let mut pending_key = Array::<Chunk<E>>::new(comptime!(key_staging.pending()));
+    let mut pending_value = Array::<Chunk<E>>::new(comptime!(value_staging.pending()));
+
+    let query_base = base_along_rows(warp_row, key_pitch);
+    let key_base = base_along_columns(0usize, key_pitch);
+    let value_base = base_along_rows(0usize, value_pitch);
+
+    let mut out = zeros(comptime!(row_tiles * value_tiles));
+    let mut running = no_statistics(row_tiles);
+
+    let visible = keys_of_block(&geometry, first_query, block_q);
+    let first_block = visible.first as usize / block_kv;
+    let end_block = (visible.end as usize).div_ceil(block_kv);
+
+    issue(
+        query,
+        query_rows,
+        first_query,
+        &mut queries,
+        &mut pending_key,
+        query_staging,
+    );
+    land(
+        query,
+        query_rows,
+        first_query,
+        &mut queries,
+        &pending_key,
+        query_staging,
+    );
+    if first_block < end_block {
+        issue(
+            key,
+            key_rows,
+            (first_block * block_kv) as i32,
+            &mut keys,
+            &mut pending_key,
+            key_staging,
+        );
+    }
+    for block in first_block..end_block {
+        let first_kv = (block * block_kv) as i32;
+        let edge = comptime!(mask.is_some())
+            || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
+
+        // The keys are there, and every warp is done with the values of the last block.
+        land(
+            key,
+            key_rows,
+            first_kv,
+            &mut keys,
+            &pending_key,
+            key_staging,
+        );
+        sync_cube();
+        issue(
+            value,
+            value_rows,
+            first_kv,
+            &mut values,
+            &mut pending_value,
+            value_staging,
+        );
+        if edge {
+            lower_flags(&mut flags, value_staging);
+        }
+
+        let mut scores = dot_products::<E>(
+            &queries,
+            query_base,
+            &keys,
+            key_base,
+            row_tiles,
+            key_tiles,
+            config.head_dim,
+        );
+
+        // The values are there, and every warp is done with the keys.
+        land(
+            value,
+            value_rows,
+            first_kv,
+            &mut values,
+            &pending_value,
+            value_staging,
+        );
+        sync_cube();
+        if block + 1 < end_block {
+            issue(
+                key,
+                key_rows,
+                first_kv + comptime!(block_kv as i32),
+                &mut keys,
+                &mut pending_key,
+                key_staging,
+            );
+        }
+
+        let position = Position {
+            batch,
+            head,
+            first_query: first_query + warp_row as i32,
+            first_kv,
+        };
+        finish_scores::<E, M>(
+            &mut scores,
+            position,
+            &mask,
+            &bias,
+            &geometry,
+            edge,
+            key_tiles,
+            config,
+        );
+        softmax_block(
+            &mut scores,
+            &mut out,
+            &mut running,
+            &geometry,
+            key_tiles,
+            value_tiles,
+            config,
+        );
+
+        let mut flagged = false;
+        if edge {
+            flag_rows(&values, &mut flags, config.exponent(), value_staging);
+            sync_cube();
+            flagged = flags[block_kv] != 0;
+            if flagged {
+                clear_flagged_rows(&mut values, &flags, value_staging);
+                sync_cube();
+            }
+        }
+        weighted_sum::<E>(
+            &mut out,
+            &scores,
+            &values,
+            value_base,
+            row_tiles,
+            key_tiles,
+            config.value_dim,
+            config.rounding(),
+        );
+        if flagged {
+            add_flagged_rows(
+                &mut out,
+                &scores,
+                &flags,
+                value,
+                value_rows,
+                first_kv,
+                row_tiles,
+                key_tiles,
+                value_staging,
+            );
+        }
+    }
+
+    // Every warp is done with the queries; their place is for the outputs.
+    sync_cube();
+    let lane = UNIT_POS_PLANE as usize;
+    let rows = geometry.batch * geometry.heads * geometry.seq_q as usize;
+    let first_row = batch_head * geometry.seq_q as usize;
+    #[unroll]
+    for r in 0..row_tiles {
+        #[unroll]
+        for half in 0..2usize {
+            let result = row_result(&running, &geometry, comptime!(2 * r + half), config);
+            let row = warp_row + comptime!(16 * r + 8 * half) + lane / 4;
+            let i = first_query + row as i32;
+            if lane % 4 == 0 && i < geometry.seq_q {
+                let at = first_row + i as usize;
+                statistics[at] = result.maximum;
+                statistics[rows + at] = result.log_sum;
+            }
+            scale_rows(
+                &mut out,
+                result.inverse,
+                comptime!(r * value_tiles),
+                value_tiles,
+                half,
+            );
+        }
+    }
+    share_rows::<E>(
+        &out,
+        &mut queries,
+        warp_row,
+        row_tiles,
+        config.value_dim,
+        config,
+    );
+    sync_cube();
+    store_rows::<E, N>(
+        &queries,
+        output,
+        first_row,
+        first_query,
+        geometry.seq_q,
+        block_q,
+        config.value_dim,
+        config,
+    );
+}
+
+/// Multiplies one half of a row tile's rows.
+#[cube]
+fn scale_rows(
+    out: &mut Sequence<Accumulator>,
+    factor: f32,
+    #[comptime] first: usize,
+    #[comptime] count: usize,
+    #[comptime] half: usize,
+) {
+    #[unroll]
+    for n in 0..count {
+        let tile = out.index_mut(comptime!(first + n));
+        tile[half] *= Pair::new(factor);
+    }
+}
+
+/// Writes the warp's accumulators to a shared tile, in the input type.
+#[cube]
+pub(crate) fn share_rows<E: Float>(
+    out: &Sequence<Accumulator>,
+    tile: &mut Shared<[Chunk<E>]>,
+    first: usize,
+    #[comptime] row_tiles: usize,
+    #[comptime] dim: usize,
+    #[comptime] config: Config,
+) {
+    let lane = UNIT_POS_PLANE as usize;
+    let pairs = tile.as_mut_slice().with_vector_size_mut::<Const<2>>();
+    #[unroll]
+    for r in 0..row_tiles {
+        #[unroll]
+        for half in 0..2usize {
+            let row = first + comptime!(16 * r + 8 * half) + lane / 4;
+            let at = row * comptime!(4 * pitch(dim)) + lane % 4;
+            #[unroll]
+            for n in 0..comptime!(chunks(dim)) {
+                let pair = out.index(comptime!(r * chunks(dim) + n))[half];
+                pairs[at + comptime!(4 * n)] = round_pair::<E>(pair, config.rounding());
+            }
+        }
+    }
+}
+
+/// Writes the rows of a shared tile to a packed result, as far as there are rows and features.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn store_rows<E: Float, N: Size>(
+    tile: &Shared<[Chunk<E>]>,
+    result: &mut [Vector<E, N>],
+    first_row: usize,
+    first: i32,
+    count: i32,
+    #[comptime] rows: usize,
+    #[comptime] dim: usize,
+    #[comptime] config: Config,
+) {
+    let width = comptime!(dim.div_ceil(CHUNK));
+    let units = comptime!(config.blocks.units());
+    let vector = comptime!(config.vector);
+    for n in 0..comptime!((rows * width).div_ceil(units)) {
+        let index = n * units + UNIT_POS as usize;
+        let row = index / width;
+        let chunk = index % width;
+        let i = first + row as i32;
+        if index < comptime!(rows * width) && i < count {
+            let read = tile[row * comptime!(pitch(dim)) + chunk];
+            let at = (first_row + i as usize) * dim + chunk * CHUNK;
+            #[unroll]
+            for part in 0..comptime!(CHUNK / vector) {
+                if comptime!(vector == CHUNK) || chunk * CHUNK + comptime!(part * vector) < dim {
+                    let mut written = Vector::<E, N>::new(E::from_int(0));
+                    #[unroll]
+                    for e in 0..vector {
+                        written.insert(e, read.extract(comptime!(part * vector + e)));
+                    }
+                    result[at / vector + part] = written;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! Hidden rows that hold NaN or infinity: `0 * NaN` must not reach a sum.
+//!
+//! A product over rows multiplies every staged row, also by weights of exactly 0. Where a block has
+//! hidden scores, its staged rows are looked through once; a row that is not finite is set to 0 in
+//! shared memory, and added from global memory to those results alone whose weight is not 0.
+
+use super::fragment::{Accumulator, Chunk, Pair, chunks, pitch};
+use super::stage::{Rows, Staging, load_chunk};
+use cubecl::prelude::*;
+
+/// Flags of a tile's rows, and one more: whether any is raised.
+#[cube]
+pub(crate) fn row_flags(#[comptime] rows: usize) -> Shared<[u32]> {
+    Shared::<[u32]>::new_slice(comptime!(rows + 1))
+}
+
+/// Lowers every flag. A `sync_cube` has to come before [`flag_rows`].
+#[cube]
+pub(crate) fn lower_flags(flags: &mut Shared<[u32]>, #[comptime] staging: Staging) {
+    let flags_of_all = comptime!(staging.rows + 1);
+    #[unroll]
+    for n in 0..comptime!(flags_of_all.div_ceil(staging.units)) {
+        let at = n * staging.units + UNIT_POS as usize;
+        if at < flags_of_all {
+            flags[at] = 0u32;
+        }
+    }
+}
+
+/// Raises the flags of the rows that are not finite. A `sync_cube` has to follow.
+#[cube]
+pub(crate) fn flag_rows<E: Float>(
+    tile: &Shared<[Chunk<E>]>,
+    flags: &mut Shared<[u32]>,
+    #[comptime] exponent: u32,
+    #[comptime] staging: Staging,
+) {
+    let width = comptime!(chunks(staging.dim));
+    for n in 0..comptime!(staging.steps()) {
+        let index = n * staging.units + UNIT_POS as usize;
+        if index < comptime!(staging.chunks()) {
+            let row = index / width;
+            let chunk = tile[row * comptime!(pitch(staging.dim)) + index % width];
+            if has_non_finite(chunk, exponent) {
+                flags[row] = 1u32;
+                flags[staging.rows] = 1u32;
+            }
+        }
+    }
+}
+
+/// Sets the flagged rows to 0. A `sync_cube` has to follow.
+#[cube]
+pub(crate) fn clear_flagged_rows<E: Float>(
+    tile: &mut Shared<[Chunk<E>]>,
+    flags: &Shared<[u32]>,
+    #[comptime] staging: Staging,
+) {
+    let width = comptime!(chunks(staging.dim));
+    for n in 0..comptime!(staging.steps()) {
+        let index = n * staging.units + UNIT_POS as usize;
+        if index < comptime!(staging.chunks()) {
+            let row = index / width;
+            if flags[row] != 0 {
+                tile[row * comptime!(pitch(staging.dim)) + index % width] =
+                    Chunk::new(E::from_int(0));
+            }
+        }
+    }
+}
+
+/// Adds the flagged rows, from global memory, to the results whose weight is not 0.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn add_flagged_rows<E: Float, N: Size>(
+    out: &mut Sequence<Accumulator>,
+    weights: &Sequence<Accumulator>,
+    flags: &Shared<[u32]>,
+    x: &Tensor<Vector<E, N>>,
+    rows: Rows,
+    first_row: i32,
+    #[comptime] row_tiles: usize,
+    #[comptime] weight_tiles: usize,
+    #[comptime] staging: Staging,
+) {
+    let lane = UNIT_POS_PLANE;
+    for j in 0..comptime!(weight_tiles * 8) {
+        if flags[j] != 0 {
+            // The weights of row `j`, from the lane of the four that holds them.
+            let owner = lane / 4 * 4 + (j as u32 % 8) / 2;
+            let mut row_weights = Array::<f32>::new(comptime!(2 * row_tiles));
+            #[unroll]
+            for r in 0..row_tiles {
+                #[unroll]
+                for half in 0..2usize {
+                    let mut own = 0.0f32;
+                    #[unroll]
+                    for n in 0..weight_tiles {
+                        let pair = weights.index(comptime!(r * weight_tiles + n))[half];
+                        let even = j % 2 == 0;
+                        let either = select(even, pair.extract(0usize), pair.extract(1usize));
+                        own = select(j / 8 == n, either, own);
+                    }
+                    row_weights[comptime!(2 * r + half)] = plane_shuffle(own, owner);
+                }
+            }
+            #[unroll]
+            for n in 0..comptime!(chunks(staging.dim)) {
+                let chunk = load_chunk(
+                    x,
+                    rows,
+                    first_row + j as i32,
+                    n,
+                    staging.dim,
+                    staging.vector,
+                );
+                let mut even = 0.0f32;
+                let mut odd = 0.0f32;
+                #[unroll]
+                for part in 0..4usize {
+                    let here = lane % 4 == part as u32;
+                    let first = f32::cast_from(chunk.extract(comptime!(2 * part)));
+                    let second = f32::cast_from(chunk.extract(comptime!(2 * part + 1)));
+                    even = select(here, first, even);
+                    odd = select(here, second, odd);
+                }
+                #[unroll]
+                for r in 0..row_tiles {
+                    let tile = out.index_mut(comptime!(r * chunks(staging.dim) + n));
+                    #[unroll]
+                    for half in 0..2usize {
+                        let weight = row_weights[comptime!(2 * r + half)];
+                        let counts = weight != 0.0f32;
+                        let old = tile[half];
+                        let mut new = Pair::<f32>::new(0.0f32);
+                        // The choice comes before the product.
+                        new.insert(
+                            0usize,
+                            fma(weight, select(counts, even, 0.0f32), old.extract(0usize)),
+                        );
+                        new.insert(
+                            1usize,
+                            fma(weight, select(counts, odd, 0.0f32), old.extract(1usize)),
+                        );
+                        tile[half] = new;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Whether an element has all exponent bits set. `exponent` holds those bits for both halves of a
+/// word.
+#[cube]
+fn has_non_finite<E: Float>(chunk: Chunk<E>, #[comptime] exponent: u32) -> bool {
+    let words = Vector::<u32, Const<4>>::reinterpret(chunk);
+    let low = comptime!(exponent & 0xFFFF);
+    let high = comptime!(exponent & 0xFFFF_0000);
+    let mut found = false;
+    #[unroll]
+    for e in 0..4usize {
+        let word = words.extract(e);
+        found = found || (word & low) == low || (word & high) == high;
+    }
+    found
+}

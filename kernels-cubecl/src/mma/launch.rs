@@ -1,0 +1,151 @@
+//! Allocation and launches of the register-fragment kernels.
+
+use super::blueprint::{Blocks, Blueprint, Config};
+use super::forward::forward_kernel;
+use crate::device::elem_type;
+use crate::operands::{Operands, broadcast_bias, broadcast_mask, cube_count, geometry, optional};
+use crate::schedule::GeometryLaunch;
+use cubecl::ir::{AddressType, ElemType};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use flash_attention_spec::{Dtype, Problem};
+
+/// The output `[batch, heads, seq_q, value_dim]` and the statistics `[2, batch, heads, seq_q]` in
+/// `f32` (row maximum, logarithm of the sum of `exp(score - maximum)`), both packed.
+///
+/// `blueprint` is what [`plan`](super::plan) returned for `problem` on the client's device.
+pub fn attention_forward(
+    client: &Client,
+    problem: &Problem,
+    blueprint: &Blueprint,
+    operands: Operands,
+) -> (Handle, Handle) {
+    let rows = problem.lse_shape().iter().product::<usize>();
+    let output = client.empty(rows * problem.value_dim * problem.dtype.size());
+    let statistics = client.empty(2 * rows * 4);
+    if rows == 0 {
+        return (output, statistics);
+    }
+    let launch = Launch::new(client, problem, blueprint, &operands, None);
+    let blocks = blueprint.forward;
+    let cubes = problem.seq_q.div_ceil(blocks.owned()) * problem.batch * problem.heads;
+    let (mask, mask_element) = broadcast_mask(problem, operands.mask);
+    // SAFETY: the kernel reads rows and positions of the problem only, through the operands'
+    // strides, and writes each element of the two packed outputs allocated above once.
+    unsafe {
+        forward_kernel::launch_unchecked(
+            client,
+            launch.count(cubes),
+            CubeDim::new_1d(blocks.units() as u32),
+            launch.address_type,
+            launch.vector,
+            operands.query.into_tensor_arg(),
+            operands.key.into_tensor_arg(),
+            operands.value.into_tensor_arg(),
+            optional(&mask),
+            optional(&broadcast_bias(problem, operands.bias)),
+            BufferArg::from_raw_parts(output.clone(), rows * problem.value_dim),
+            BufferArg::from_raw_parts(statistics.clone(), 2 * rows),
+            launch.geometry(),
+            launch.config(blocks),
+            launch.element,
+            mask_element,
+        );
+    }
+    (output, statistics)
+}
+
+/// What the launches of one call have in common.
+struct Launch<'a> {
+    client: &'a Client,
+    problem: &'a Problem,
+    blueprint: &'a Blueprint,
+    vector: usize,
+    address_type: AddressType,
+    element: ElemType,
+}
+
+impl<'a> Launch<'a> {
+    fn new(
+        client: &'a Client,
+        problem: &'a Problem,
+        blueprint: &'a Blueprint,
+        operands: &Operands,
+        output_gradient: Option<&TensorBinding>,
+    ) -> Self {
+        let bytes = problem.dtype.size();
+        let floats = [
+            Some(&operands.query),
+            Some(&operands.key),
+            Some(&operands.value),
+            output_gradient,
+        ];
+        let vector = [8, 4, 2]
+            .into_iter()
+            .find(|&vector| {
+                problem.head_dim.is_multiple_of(vector)
+                    && problem.value_dim.is_multiple_of(vector)
+                    && floats
+                        .into_iter()
+                        .flatten()
+                        .all(|x| in_vectors(x, vector, bytes))
+            })
+            .unwrap_or(1);
+        let mask = operands.mask.as_ref().map(|(mask, _)| mask);
+        let longest = floats
+            .into_iter()
+            .chain([operands.bias.as_ref()])
+            .flatten()
+            .map(|x| x.handle.size() as usize / bytes)
+            .chain(mask.map(|mask| mask.handle.size() as usize))
+            .chain([
+                problem.output_shape().iter().product(),
+                problem.batch
+                    * problem.kv_heads
+                    * problem.seq_kv
+                    * problem.head_dim.max(problem.value_dim),
+                3 * problem.lse_shape().iter().product::<usize>(),
+            ])
+            .max()
+            .unwrap_or(0);
+        Self {
+            client,
+            problem,
+            blueprint,
+            vector,
+            address_type: AddressType::from_len(longest),
+            element: elem_type(problem.dtype),
+        }
+    }
+
+    fn config(&self, blocks: Blocks) -> Config {
+        Config {
+            blocks,
+            head_dim: self.problem.head_dim,
+            value_dim: self.problem.value_dim,
+            vector: self.vector,
+            capped: self.problem.softcap.is_some(),
+            biased: self.problem.bias.is_some(),
+            negative: self.problem.scale < 0.0,
+            assembly: self.blueprint.assembly,
+            asynchronous: self.blueprint.asynchronous,
+            bf16: self.problem.dtype == Dtype::BF16,
+        }
+    }
+
+    fn count(&self, cubes: usize) -> CubeCount {
+        cube_count(self.client, cubes)
+    }
+
+    fn geometry(&self) -> GeometryLaunch {
+        geometry(self.problem)
+    }
+}
+
+/// Whether every row starts at a multiple of `vector` elements and lies without gaps.
+fn in_vectors(x: &TensorBinding, vector: usize, bytes: usize) -> bool {
+    let offset = x.handle.offset_start.unwrap_or(0) as usize;
+    x.strides[3] == 1
+        && x.strides[..3].iter().all(|stride| stride % vector == 0)
+        && offset.is_multiple_of(vector * bytes)
+}

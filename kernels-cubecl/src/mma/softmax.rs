@@ -1,0 +1,286 @@
+//! The softmax of a block of scores, on the registers that the product left them in.
+//!
+//! Where a score is its dot product times the scale, the dot products themselves are compared, and
+//! scale and subtraction are one fused operation. The exponent is taken to base 2 where the device's
+//! own instruction is at hand, else to base e; the base never leaves this file.
+
+use super::blueprint::Config;
+use super::fragment::{Accumulator, Pair, by_value};
+use crate::schedule::Geometry;
+use crate::score::{capped_score, counts, finish_score, lowest, score_row};
+use cubecl::prelude::*;
+use std::f32::consts::{LN_2, LOG2_E};
+
+/// Where a block of scores lies: the warp's first row and the block's first column.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Position {
+    pub batch: usize,
+    pub head: usize,
+    pub first_query: i32,
+    pub first_kv: i32,
+}
+
+/// Running statistics of a lane's rows, two a row tile.
+#[derive(CubeType)]
+pub(crate) struct Statistics {
+    /// The largest value: of the dot products in the direction of the scale, or of the scores.
+    pub maximum: Array<f32>,
+    /// That value as an exponent, rounded; every exponential is taken relative to it.
+    pub reference: Array<f32>,
+    /// The lane's part of the sum.
+    pub sum: Array<f32>,
+}
+
+/// The statistics of rows that have seen nothing.
+#[cube]
+pub(crate) fn no_statistics(#[comptime] row_tiles: usize) -> Statistics {
+    let mut maximum = Array::<f32>::new(comptime!(2 * row_tiles));
+    let mut reference = Array::<f32>::new(comptime!(2 * row_tiles));
+    let mut sum = Array::<f32>::new(comptime!(2 * row_tiles));
+    #[unroll]
+    for r in 0..comptime!(2 * row_tiles) {
+        maximum[r] = lowest();
+        reference[r] = lowest();
+        sum[r] = 0.0f32;
+    }
+    Statistics {
+        maximum,
+        reference,
+        sum,
+    }
+}
+
+/// The base to the power of `x`.
+#[cube]
+pub(crate) fn power(x: f32, #[comptime] assembly: bool) -> f32 {
+    if comptime!(assembly) {
+        let x = by_value::<f32>(x);
+        let y: f32;
+        gpu_asm!("ex2.approx.ftz.f32 {y}, {x};", x = in(_) x, y = out(_) y, options(pure, nomem));
+        by_value::<f32>(y)
+    } else {
+        x.exp()
+    }
+}
+
+/// Exponents of the base in one unit of the natural exponent.
+#[cube]
+pub(crate) fn natural_unit(#[comptime] assembly: bool) -> f32 {
+    if comptime!(assembly) {
+        LOG2_E.runtime()
+    } else {
+        1.0f32.runtime()
+    }
+}
+
+/// What a value is multiplied by to become an exponent. At least so large that minus infinity
+/// stays so; smaller factors make no difference to a probability.
+#[cube]
+fn magnitude(geometry: &Geometry, #[comptime] config: Config) -> f32 {
+    let unit = natural_unit(config.assembly);
+    if comptime!(config.plain()) {
+        max(geometry.scale.abs() * unit, 1e-30f32)
+    } else {
+        unit
+    }
+}
+
+/// Turns dot products into the values that the softmax compares, hidden ones into infinity
+/// against the direction of the scale.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn finish_scores<E: Float, M: Int>(
+    scores: &mut Sequence<Accumulator>,
+    position: Position,
+    mask: &ComptimeOption<&Tensor<M>>,
+    bias: &ComptimeOption<&Tensor<E>>,
+    geometry: &Geometry,
+    edge: bool,
+    #[comptime] column_tiles: usize,
+    #[comptime] config: Config,
+) {
+    if comptime!(config.biased) || edge {
+        let lane = UNIT_POS_PLANE;
+        let mut hidden = geometry.negative_infinity;
+        if comptime!(config.plain() && config.negative) {
+            hidden = -geometry.negative_infinity;
+        }
+        #[unroll]
+        for r in 0..config.blocks.row_tiles {
+            #[unroll]
+            for half in 0..2usize {
+                let i = position.first_query
+                    + comptime!((16 * r + 8 * half) as i32)
+                    + (lane / 4) as i32;
+                let view =
+                    score_row::<E, M>(i, position.batch, position.head, mask, bias, geometry);
+                #[unroll]
+                for n in 0..column_tiles {
+                    let tile = scores.index_mut(comptime!(r * column_tiles + n));
+                    let old = tile[half];
+                    let mut new = Pair::<f32>::new(0.0f32);
+                    #[unroll]
+                    for c in 0..2usize {
+                        let j = position.first_kv
+                            + comptime!((8 * n + c) as i32)
+                            + (lane % 4 * 2) as i32;
+                        let dot = old.extract(c);
+                        let score =
+                            finish_score::<E, M>(dot, view, j, mask, bias, geometry, config.capped);
+                        let mut value = score;
+                        if comptime!(config.plain()) {
+                            value = dot;
+                        }
+                        new.insert(c, select(counts(score), value, hidden));
+                    }
+                    tile[half] = new;
+                }
+            }
+        }
+    } else if comptime!(config.capped) {
+        #[unroll]
+        for n in 0..comptime!(config.blocks.row_tiles * column_tiles) {
+            let tile = scores.index_mut(n);
+            #[unroll]
+            for half in 0..2usize {
+                let old = tile[half];
+                let mut new = Pair::<f32>::new(0.0f32);
+                #[unroll]
+                for c in 0..2usize {
+                    new.insert(c, capped_score(old.extract(c), geometry, config.capped));
+                }
+                tile[half] = new;
+            }
+        }
+    }
+}
+
+/// Turns values into probabilities against the new maximum, and brings sums and outputs to it.
+#[cube]
+pub(crate) fn softmax_block(
+    scores: &mut Sequence<Accumulator>,
+    out: &mut Sequence<Accumulator>,
+    statistics: &mut Statistics,
+    geometry: &Geometry,
+    #[comptime] column_tiles: usize,
+    #[comptime] out_tiles: usize,
+    #[comptime] config: Config,
+) {
+    let row_tiles = comptime!(config.blocks.row_tiles);
+    let mut factor = magnitude(geometry, config);
+    let largest = factor;
+    if comptime!(config.plain() && config.negative) {
+        factor = -factor;
+    }
+    let mut rescale = Array::<f32>::new(comptime!(2 * row_tiles));
+    let mut changed = false;
+    #[unroll]
+    for r in 0..row_tiles {
+        #[unroll]
+        for half in 0..2usize {
+            let row = comptime!(2 * r + half);
+            let mut highest = statistics.maximum[row];
+            #[unroll]
+            for n in 0..column_tiles {
+                let pair = scores.index(comptime!(r * column_tiles + n))[half];
+                #[unroll]
+                for c in 0..2usize {
+                    if comptime!(config.plain() && config.negative) {
+                        highest = max(highest, -pair.extract(c));
+                    } else {
+                        highest = max(highest, pair.extract(c));
+                    }
+                }
+            }
+            highest = max(highest, plane_shuffle_xor(highest, 1u32));
+            highest = max(highest, plane_shuffle_xor(highest, 2u32));
+            let reference = max(highest * largest, lowest());
+            let alpha = power(statistics.reference[row] - reference, config.assembly);
+            statistics.maximum[row] = highest;
+            statistics.reference[row] = reference;
+            rescale[row] = alpha;
+            changed = changed || alpha != 1.0f32;
+            let mut sum = statistics.sum[row] * alpha;
+            #[unroll]
+            for n in 0..column_tiles {
+                let tile = scores.index_mut(comptime!(r * column_tiles + n));
+                let old = tile[half];
+                let mut new = Pair::<f32>::new(0.0f32);
+                #[unroll]
+                for c in 0..2usize {
+                    let p = power(fma(old.extract(c), factor, -reference), config.assembly);
+                    sum += p;
+                    new.insert(c, p);
+                }
+                tile[half] = new;
+            }
+            statistics.sum[row] = sum;
+        }
+    }
+    // After the first few blocks the maximum seldom moves.
+    if plane_any(changed) {
+        #[unroll]
+        for r in 0..row_tiles {
+            #[unroll]
+            for n in 0..out_tiles {
+                let tile = out.index_mut(comptime!(r * out_tiles + n));
+                tile[0] *= Pair::new(rescale[comptime!(2 * r)]);
+                tile[1] *= Pair::new(rescale[comptime!(2 * r + 1)]);
+            }
+        }
+    }
+}
+
+/// What a row's statistics come to.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct RowResult {
+    /// The maximum score; 0 where the row sees nothing.
+    pub maximum: f32,
+    /// Logarithm of the sum of `exp(score - maximum)`.
+    pub log_sum: f32,
+    /// What the sum of weighted values is multiplied by.
+    pub inverse: f32,
+}
+
+/// The result of row `row` of the lane, the same in the four lanes that share it.
+#[cube]
+pub(crate) fn row_result(
+    statistics: &Statistics,
+    geometry: &Geometry,
+    #[comptime] row: usize,
+    #[comptime] config: Config,
+) -> RowResult {
+    let mut total = statistics.sum[row];
+    total += plane_shuffle_xor(total, 1u32);
+    total += plane_shuffle_xor(total, 2u32);
+    let mut inverse = 0.0f32;
+    let mut log_sum = geometry.negative_infinity;
+    let mut maximum = 0.0f32;
+    if total != 0.0f32 {
+        inverse = 1.0f32 / total;
+        let highest = statistics.maximum[row];
+        // The sum is relative to the rounded exponent of the maximum, not to the maximum.
+        let rest = fma(
+            highest,
+            magnitude(geometry, config),
+            -statistics.reference[row],
+        );
+        log_sum = total.ln();
+        if comptime!(config.assembly) {
+            log_sum -= rest * LN_2;
+        } else {
+            log_sum -= rest;
+        }
+        maximum = highest;
+        if comptime!(config.plain()) {
+            maximum = highest * geometry.scale.abs();
+        }
+    }
+    RowResult {
+        maximum,
+        log_sum,
+        inverse,
+    }
+}

@@ -1,0 +1,243 @@
+//! Rows of an operand from global to shared memory, 16 bytes a lane and step.
+//!
+//! Three ways, one interface: [`issue`] starts a tile on its way and [`land`] completes it.
+//! With asynchronous copies the tile goes straight to shared memory; with `prefetch` it waits in
+//! registers until its place is free; else [`land`] does all of it.
+
+use super::fragment::{CHUNK, Chunk, by_value, chunks, pitch};
+use cubecl::prelude::*;
+
+/// Rows of one head of a `[batch, heads, rows, features]` operand.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Rows {
+    /// Offset of the head's first element.
+    pub base: usize,
+    /// Distance of two rows.
+    pub stride: usize,
+    /// Distance of two features.
+    pub step: usize,
+    /// Rows it has.
+    pub count: i32,
+}
+
+/// The rows of `batch`, `head`.
+#[cube]
+pub(crate) fn rows_of<E: Float, N: Size>(
+    x: &Tensor<Vector<E, N>>,
+    batch: usize,
+    head: usize,
+    count: i32,
+) -> Rows {
+    Rows {
+        base: batch * x.stride(0) + head * x.stride(1),
+        stride: x.stride(2),
+        step: x.stride(3),
+        count,
+    }
+}
+
+/// How a tile of rows is staged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Staging {
+    /// Rows of the tile.
+    pub rows: usize,
+    /// Features of a row.
+    pub dim: usize,
+    /// Units that stage it.
+    pub units: usize,
+    /// Elements of a load.
+    pub vector: usize,
+    /// By asynchronous copies.
+    pub asynchronous: bool,
+    /// Through registers, ahead of time.
+    pub prefetch: bool,
+}
+
+impl Staging {
+    /// The same, without a stop in registers: for a tile that is staged once.
+    pub(crate) const fn direct(mut self) -> Self {
+        self.prefetch = false;
+        self
+    }
+
+    /// Chunks of the tile.
+    pub(crate) const fn chunks(&self) -> usize {
+        self.rows * chunks(self.dim)
+    }
+
+    /// Chunks of a unit.
+    pub(crate) const fn steps(&self) -> usize {
+        self.chunks().div_ceil(self.units)
+    }
+
+    /// Chunks that wait in registers.
+    pub(crate) const fn pending(&self) -> usize {
+        if self.prefetch && !self.asynchronous {
+            self.steps()
+        } else {
+            1
+        }
+    }
+
+    /// Chunks of the tile in shared memory.
+    pub(crate) const fn shared(&self) -> usize {
+        self.rows * pitch(self.dim)
+    }
+}
+
+/// Eight features of a row; 0 past the last row and past the last feature, so that memory outside
+/// the operand is never read.
+#[cube]
+pub(crate) fn load_chunk<E: Float, N: Size>(
+    x: &Tensor<Vector<E, N>>,
+    rows: Rows,
+    row: i32,
+    chunk: usize,
+    #[comptime] dim: usize,
+    #[comptime] vector: usize,
+) -> Chunk<E> {
+    let mut loaded = Chunk::<E>::new(E::from_int(0));
+    let first = chunk * CHUNK;
+    if row < rows.count && first < dim {
+        let at = rows.base + row as usize * rows.stride;
+        #[unroll]
+        for part in 0..comptime!(CHUNK / vector) {
+            let feature = first + comptime!(part * vector);
+            // A whole number of vectors is checked by the first test already.
+            if comptime!(vector == CHUNK) || feature < dim {
+                if comptime!(vector == 1) {
+                    loaded.insert(part, x[at + feature * rows.step].extract(0usize));
+                } else {
+                    let read = x[(at + feature) / vector];
+                    #[unroll]
+                    for e in 0..vector {
+                        loaded.insert(comptime!(part * vector + e), read.extract(e));
+                    }
+                }
+            }
+        }
+    }
+    loaded
+}
+
+/// Starts rows `first_row ..` on their way to `tile`.
+#[cube]
+pub(crate) fn issue<E: Float, N: Size>(
+    x: &Tensor<Vector<E, N>>,
+    rows: Rows,
+    first_row: i32,
+    tile: &mut Shared<[Chunk<E>]>,
+    pending: &mut Array<Chunk<E>>,
+    #[comptime] staging: Staging,
+) {
+    if comptime!(staging.asynchronous) {
+        let width = comptime!(chunks(staging.dim));
+        #[unroll]
+        for n in 0..comptime!(staging.steps()) {
+            let index = n * staging.units + UNIT_POS as usize;
+            if comptime!(staging.chunks() % staging.units == 0)
+                || index < comptime!(staging.chunks())
+            {
+                let row = index / width;
+                let chunk = index % width;
+                let i = first_row + row as i32;
+                let inside = i < rows.count && chunk * CHUNK < staging.dim;
+                // Nothing is read where the size is 0; the address stays in the operand even so.
+                let at = select(
+                    inside,
+                    rows.base + i as usize * rows.stride + chunk * CHUNK,
+                    rows.base,
+                );
+                let to = row * comptime!(pitch(staging.dim)) + chunk;
+                copy_chunk::<Vector<E, N>, Chunk<E>>(
+                    &x.as_slice()[at / CHUNK..at / CHUNK + 1],
+                    &tile[to..to + 1],
+                    select(inside, 16u32, 0u32),
+                );
+            }
+        }
+        gpu_asm!("cp.async.commit_group;");
+    } else if comptime!(staging.prefetch) {
+        #[unroll]
+        for n in 0..comptime!(staging.steps()) {
+            pending[n] = own_chunk(x, rows, first_row, n, staging);
+        }
+    }
+}
+
+/// Completes what [`issue`] started. The tile has to be free, and a `sync_cube` has to follow before it
+/// is read.
+#[cube]
+pub(crate) fn land<E: Float, N: Size>(
+    x: &Tensor<Vector<E, N>>,
+    rows: Rows,
+    first_row: i32,
+    tile: &mut Shared<[Chunk<E>]>,
+    pending: &Array<Chunk<E>>,
+    #[comptime] staging: Staging,
+) {
+    if comptime!(staging.asynchronous) {
+        gpu_asm!("cp.async.wait_group 0;");
+    } else {
+        let width = comptime!(chunks(staging.dim));
+        #[unroll]
+        for n in 0..comptime!(staging.steps()) {
+            let index = n * staging.units + UNIT_POS as usize;
+            if comptime!(staging.chunks() % staging.units == 0)
+                || index < comptime!(staging.chunks())
+            {
+                let to = index / width * comptime!(pitch(staging.dim)) + index % width;
+                if comptime!(staging.prefetch) {
+                    tile[to] = pending[n];
+                } else {
+                    tile[to] = own_chunk(x, rows, first_row, n, staging);
+                }
+            }
+        }
+    }
+}
+
+/// The unit's chunk `n` of a tile; 0 where the unit has none.
+#[cube]
+fn own_chunk<E: Float, N: Size>(
+    x: &Tensor<Vector<E, N>>,
+    rows: Rows,
+    first_row: i32,
+    #[comptime] n: usize,
+    #[comptime] staging: Staging,
+) -> Chunk<E> {
+    let width = comptime!(chunks(staging.dim));
+    let index = comptime!(n * staging.units) + UNIT_POS as usize;
+    load_chunk(
+        x,
+        rows,
+        first_row + (index / width) as i32,
+        index % width,
+        staging.dim,
+        staging.vector,
+    )
+}
+
+/// Copies `bytes` of a chunk without waiting and fills the rest of its 16 bytes with 0.
+#[cube]
+fn copy_chunk<A: CubePrimitive, B: CubePrimitive>(from: &[A], to: &[B], bytes: u32) {
+    let from = from.as_ptr();
+    let to = shared_address::<B>(to.as_ptr());
+    let bytes = by_value::<u32>(bytes);
+    gpu_asm!(
+        "cp.async.cg.shared::cta.global [{to}], [{from}], 16, {bytes};",
+        to = in(_) to, from = in(_) from, bytes = in(_) bytes
+    );
+}
+
+/// The address of a place in shared memory.
+#[cube]
+pub(crate) fn shared_address<T: CubePrimitive>(pointer: *const T) -> u32 {
+    let address: u32;
+    gpu_asm!(
+        "{{ .reg .u64 wide; cvta.to.shared.u64 wide, {pointer}; cvt.u32.u64 {address}, wide; }}",
+        pointer = in(_) pointer, address = out(_) address, options(pure, nomem)
+    );
+    by_value::<u32>(address)
+}
