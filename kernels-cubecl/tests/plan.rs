@@ -95,10 +95,12 @@ fn a_large_device_gets_large_blocks() {
         shared_memory: 32 << 10,
         ..webgpu()
     };
-    assert_eq!(
-        plan(&problem, &software).unwrap().portable.forward,
-        Tile::SOFTWARE
-    );
+    let tile = |seq| {
+        let problem = self::problem(seq, [64, 64], Dtype::F32, false, false);
+        plan(&problem, &software).unwrap().portable.forward
+    };
+    assert_eq!(tile(257), Tile::SOFTWARE);
+    assert_eq!(tile(256), Tile::SMALLEST);
 }
 
 /// Catches a launch with more buffers than the device binds: with mask and bias, key and value share

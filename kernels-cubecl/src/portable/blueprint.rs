@@ -8,6 +8,10 @@ use flash_attention_spec::{Dtype, Problem};
 /// Accumulators that a unit of a GPU keeps in registers beside the scores it works on.
 const MOST_ACCUMULATORS: usize = 128;
 
+/// Sequences longer than this are worth the larger kernels of [`Tile::SOFTWARE`], which take about
+/// twice as long to compile.
+const FIRST_LONG: usize = 256;
+
 /// What is decided before a launch. Together with the element type and the options present it
 /// determines the generated code; lengths, strides, batch and heads stay run-time values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -75,7 +79,8 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, PlanError> 
         |tile: &&Tile| tile.shared_memory() <= device.shared_memory && tile.units() <= device.units;
     // Wide rows of accumulators need many units a row, or they leave the registers.
     let widest = problem.head_dim.max(problem.value_dim);
-    let order: &[Tile] = if device.software {
+    let longest = problem.seq_q.max(problem.seq_kv);
+    let order: &[Tile] = if device.software && longest > FIRST_LONG {
         &[Tile::SOFTWARE, Tile::SMALLEST]
     } else if widest > 64 {
         &[Tile::LARGE, Tile::MEDIUM, Tile::SMALLEST]

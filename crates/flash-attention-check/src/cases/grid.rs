@@ -24,6 +24,7 @@ pub fn grid(full: bool) -> Vec<Case> {
     cases.extend(poison());
     cases.extend(keys_without_rows());
     cases.extend(block_bounds());
+    cases.extend(many_blocks());
     cases.extend(windows());
     cases.extend(layouts());
     cases.extend(grouped_heads());
@@ -211,6 +212,31 @@ fn block_bounds() -> Vec<Case> {
         case("all keys"),
         case("causal").causal(),
         case("window").window(Some(50), Some(20)),
+    ]
+}
+
+fn many_blocks() -> Vec<Case> {
+    let catches = "The larger blocks of longer sequences are wrong, at an edge or with an option.";
+    let case = |name: &str, dims: [usize; 2]| {
+        let name = format!("300 x 333 positions: {name}");
+        Case::new(name, catches, [1, 2, 1, 300, 333, dims[0], dims[1]])
+    };
+    vec![
+        case("all keys", [64, 64]),
+        case("causal, odd dimensions, loss on both", [59, 21])
+            .causal()
+            .loss(Loss::Both),
+        case("every option", [40, 72])
+            .causal()
+            .window(Some(200), None)
+            .mask(Mask::Random(FULL))
+            .bias(Bias::Uniform([true, false, false, false]))
+            .softcap(1.5)
+            .loss(Loss::Both),
+        case("NaN that causal shows to some queries", [16, 16])
+            .causal()
+            .poison(250..252, f64::NAN),
+        case("bias for each key", [128, 128]).bias(Bias::Uniform([true, true, true, false])),
     ]
 }
 
