@@ -7,6 +7,9 @@
 #![recursion_limit = "256"]
 
 pub mod device;
+#[cfg(feature = "machine-code")]
+#[doc(hidden)]
+pub mod machine_code;
 pub mod mma;
 pub mod operands;
 pub mod plan;

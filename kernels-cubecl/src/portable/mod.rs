@@ -24,9 +24,13 @@ mod forward;
 mod gradient;
 mod key_value_gradient;
 mod launch;
+#[cfg(feature = "machine-code")]
+mod machine_code;
 mod query_gradient;
 mod stage;
 mod tile;
 
 pub use launch::{attention_backward, attention_forward};
+#[cfg(feature = "machine-code")]
+pub(crate) use machine_code::specimens;
 pub use tile::Tile;
