@@ -8,6 +8,9 @@
 
 pub mod device;
 mod dispatch;
+#[cfg(feature = "machine-code")]
+#[doc(hidden)]
+pub mod machine_code;
 pub mod mma;
 pub mod operands;
 pub mod plan;

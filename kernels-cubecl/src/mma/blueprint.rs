@@ -1,7 +1,7 @@
 //! Which blocks serve a problem on a device, or why this family does not: a pure function of plain
 //! data.
 
-use super::fragment::{Rounding, pitch};
+use super::fragment::{Instructions, pitch};
 use super::stage::Staging;
 use crate::device::Device;
 use flash_attention_spec::{Dtype, Problem};
@@ -221,6 +221,12 @@ const KEY_VALUE_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
     ),
 ];
 
+/// The blocks that [`plan`] chooses from for the forward kernel.
+#[cfg(feature = "machine-code")]
+pub(super) fn forward_blocks(widest: usize, asynchronous: bool) -> impl Iterator<Item = Blocks> {
+    candidates(widest, asynchronous, &FORWARD)
+}
+
 fn candidates(
     widest: usize,
     asynchronous: bool,
@@ -290,11 +296,11 @@ impl Config {
         if self.bf16 { 0x7F80_7F80 } else { 0x7C00_7C00 }
     }
 
-    pub(crate) const fn rounding(&self) -> Rounding {
+    pub(crate) const fn instructions(&self) -> Instructions {
         match (self.assembly, self.bf16) {
-            (false, _) => Rounding::Cast,
-            (true, false) => Rounding::PackedF16,
-            (true, true) => Rounding::PackedBF16,
+            (false, _) => Instructions::Generated,
+            (true, false) => Instructions::AssemblyF16,
+            (true, true) => Instructions::AssemblyBF16,
         }
     }
 

@@ -2,7 +2,7 @@
 
 use super::blueprint::Config;
 use super::fragment::{
-    Accumulator, CHUNK, Chunk, Pair, base_along_columns, base_along_rows, chunks, dot_products,
+    Accumulator, CHUNK, Chunk, Pair, along_columns, along_rows, chunks, dot_products,
     pitch, round_pair, weighted_sum, zeros,
 };
 use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
@@ -67,9 +67,10 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
     let mut pending_key = Array::<Chunk<E>>::new(comptime!(key_staging.pending()));
     let mut pending_value = Array::<Chunk<E>>::new(comptime!(value_staging.pending()));
 
-    let query_base = base_along_rows(warp_row, key_pitch);
-    let key_base = base_along_columns(0usize, key_pitch);
-    let value_base = base_along_rows(0usize, value_pitch);
+    let instructions = comptime!(config.instructions());
+    let query_place = along_rows(&queries, warp_row, key_pitch, instructions);
+    let key_place = along_columns(&keys, key_pitch, instructions);
+    let value_place = along_rows(&values, 0usize, value_pitch, instructions);
 
     let mut out = zeros(comptime!(row_tiles * value_tiles));
     let mut running = no_statistics(row_tiles);
@@ -133,12 +134,13 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
 
         let mut scores = dot_products::<E>(
             &queries,
-            query_base,
+            query_place,
             &keys,
-            key_base,
+            key_place,
             row_tiles,
             key_tiles,
             config.head_dim,
+            instructions,
         );
 
         // The values are there, and every warp is done with the keys.
@@ -202,11 +204,11 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             &mut out,
             &scores,
             &values,
-            value_base,
+            value_place,
             row_tiles,
             key_tiles,
             config.value_dim,
-            config.rounding(),
+            instructions,
         );
         if flagged {
             add_flagged_rows(
@@ -307,7 +309,7 @@ pub(crate) fn share_rows<E: Float>(
             #[unroll]
             for n in 0..comptime!(chunks(dim)) {
                 let pair = out.index(comptime!(r * chunks(dim) + n))[half];
-                pairs[at + comptime!(4 * n)] = round_pair::<E>(pair, config.rounding());
+                pairs[at + comptime!(4 * n)] = Pair::<E>::reinterpret(round_pair::<E>(pair, config.instructions()));
             }
         }
     }

@@ -8,10 +8,12 @@
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
-/// Two neighbouring elements, one register of a 16-bit operand.
+/// Two neighbouring elements.
 pub(crate) type Pair<E> = Vector<E, Const<2>>;
 /// Eight neighbouring 16-bit elements: what one lane loads, and one row of an `ldmatrix` matrix.
 pub(crate) type Chunk<E> = Vector<E, Const<8>>;
+/// The four registers of an `A` fragment, or of two `B` fragments; a pair of elements each.
+pub(crate) type Registers = Vector<u32, Const<4>>;
 /// A 16 x 8 tile of sums: lane `l` holds columns `2 (l % 4)` and the next, of rows `l / 4` (first
 /// pair) and `l / 4 + 8` (second pair).
 pub(crate) type Accumulator = Array<Pair<f32>>;
@@ -41,55 +43,160 @@ pub(crate) const fn lane_along_columns(lane: usize) -> (usize, usize) {
     (lane % 8 + lane / 16 * 8, lane / 8 % 2)
 }
 
-/// Base of a lane for [`lane_along_rows`], in a tile from row `first` on.
-#[cube]
-pub(crate) fn base_along_rows(first: usize, #[comptime] pitch: usize) -> usize {
-    let lane = UNIT_POS_PLANE as usize;
-    (first + lane % 16) * pitch + lane / 16
+/// A lane's place in a shared tile: by index, or by address where assembly text reads it.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Place {
+    index: usize,
+    address: u32,
 }
 
-/// Base of a lane for [`lane_along_columns`].
 #[cube]
-pub(crate) fn base_along_columns(first: usize, #[comptime] pitch: usize) -> usize {
-    let lane = UNIT_POS_PLANE as usize;
-    (first + lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2
+fn place<E: Float>(
+    tile: &Shared<[Chunk<E>]>,
+    index: usize,
+    #[comptime] instructions: Instructions,
+) -> Place {
+    let mut address = 0u32;
+    if comptime!(instructions.assembly()) {
+        address = shared_address::<Chunk<E>>(tile[index..index + 1].as_ptr());
+    }
+    Place { index, address }
 }
 
-/// A 16 x 16 block: the four registers of an `A` fragment, or of two `B` fragments side by side.
+/// The lane's place for [`lane_along_rows`], in a tile from row `first` on.
+#[cube]
+pub(crate) fn along_rows<E: Float>(
+    tile: &Shared<[Chunk<E>]>,
+    first: usize,
+    #[comptime] pitch: usize,
+    #[comptime] instructions: Instructions,
+) -> Place {
+    let lane = UNIT_POS_PLANE as usize;
+    place(
+        tile,
+        (first + lane % 16) * pitch + lane / 16,
+        instructions,
+    )
+}
+
+/// The lane's place for [`lane_along_columns`].
+#[cube]
+pub(crate) fn along_columns<E: Float>(
+    tile: &Shared<[Chunk<E>]>,
+    #[comptime] pitch: usize,
+    #[comptime] instructions: Instructions,
+) -> Place {
+    let lane = UNIT_POS_PLANE as usize;
+    place(
+        tile,
+        (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2,
+        instructions,
+    )
+}
+
+/// A 16 x 16 block, `offset` chunks from the lane's place: the four registers of an `A` fragment,
+/// or of two `B` fragments side by side.
 #[cube]
 pub(crate) fn load_block<E: Float>(
     tile: &Shared<[Chunk<E>]>,
-    base: usize,
+    place: Place,
     #[comptime] offset: usize,
     #[comptime] transpose: bool,
-) -> Array<Pair<E>> {
-    let definition = MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
-    let at = base + offset;
-    definition.load_matrix::<Chunk<E>, Const<2>>(
-        &tile[at..at + 1],
-        MatrixIdent::A,
-        4usize,
-        transpose,
-    )
+    #[comptime] instructions: Instructions,
+) -> Registers {
+    if comptime!(instructions.assembly()) {
+        let address = by_value::<u32>(place.address);
+        let bytes = comptime!(16 * offset);
+        let order = comptime!(if transpose { ".trans" } else { "" });
+        let registers: Registers;
+        gpu_asm!(
+            "ldmatrix.sync.aligned.m8n8.x4{order}.shared::cta.b16 {registers}, [{address} + {bytes}];",
+            address = in(_) address, registers = out(_) registers
+        );
+        by_value::<Registers>(registers)
+    } else {
+        let definition = MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
+        let at = place.index + offset;
+        let pairs = definition.load_matrix::<Chunk<E>, Const<2>>(
+            &tile[at..at + 1],
+            MatrixIdent::A,
+            4usize,
+            transpose,
+        );
+        let mut registers = Registers::new(0u32);
+        #[unroll]
+        for n in 0..4usize {
+            registers.insert(n, u32::reinterpret(pairs[n]));
+        }
+        registers
+    }
 }
 
 /// Adds `a b` to two neighbouring accumulators; `b` holds two `B` fragments.
 #[cube]
 fn multiply_block<E: Float>(
     out: &mut Sequence<Accumulator>,
-    a: &Array<Pair<E>>,
-    b: &Array<Pair<E>>,
+    a: Registers,
+    b: Registers,
     #[comptime] index: usize,
+    #[comptime] instructions: Instructions,
 ) {
-    let definition = MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
-    let mut left = Array::<Pair<E>>::new(2usize);
-    left[0] = b[0];
-    left[1] = b[1];
-    let mut right = Array::<Pair<E>>::new(2usize);
-    right[0] = b[2];
-    right[1] = b[3];
-    definition.execute_inplace(a, &left, out.index_mut(index));
-    definition.execute_inplace(a, &right, out.index_mut(comptime!(index + 1)));
+    #[unroll]
+    for side in 0..2usize {
+        let tile = out.index_mut(comptime!(index + side));
+        let low = b.extract(comptime!(2 * side));
+        let high = b.extract(comptime!(2 * side + 1));
+        if comptime!(instructions.assembly()) {
+            let mut sums = Vector::<f32, Const<4>>::new(0.0f32);
+            #[unroll]
+            for n in 0..4usize {
+                sums.insert(n, tile[comptime!(n / 2)].extract(comptime!(n % 2)));
+            }
+            let products = multiply_by_assembly(
+                by_value::<Registers>(a),
+                by_value::<u32>(low),
+                by_value::<u32>(high),
+                by_value::<Vector<f32, Const<4>>>(sums),
+                comptime!(instructions.element()),
+            );
+            #[unroll]
+            for half in 0..2usize {
+                let mut pair = Pair::<f32>::new(0.0f32);
+                pair.insert(0usize, products.extract(comptime!(2 * half)));
+                pair.insert(1usize, products.extract(comptime!(2 * half + 1)));
+                tile[half] = pair;
+            }
+        } else {
+            let definition = MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
+            let mut left = Array::<Pair<E>>::new(4usize);
+            #[unroll]
+            for n in 0..4usize {
+                left[n] = Pair::<E>::reinterpret(a.extract(n));
+            }
+            let mut right = Array::<Pair<E>>::new(2usize);
+            right[0] = Pair::<E>::reinterpret(low);
+            right[1] = Pair::<E>::reinterpret(high);
+            definition.execute_inplace(&left, &right, tile);
+        }
+    }
+}
+
+#[cube]
+fn multiply_by_assembly(
+    a: Registers,
+    low: u32,
+    high: u32,
+    sums: Vector<f32, Const<4>>,
+    #[comptime] element: &str,
+) -> Vector<f32, Const<4>> {
+    let products: Vector<f32, Const<4>>;
+    gpu_asm!(
+        "mma.sync.aligned.m16n8k16.row.col.f32.{element}.{element}.f32 {products}, {a}, {{{low}, {high}}}, {sums};",
+        a = in(_) a, low = in(_) low, high = in(_) high, sums = in(_) sums,
+        products = out(_) products, options(pure, nomem)
+    );
+    by_value::<Vector<f32, Const<4>>>(products)
 }
 
 /// `count` accumulators of 0.
@@ -112,37 +219,46 @@ pub(crate) fn zeros(#[comptime] count: usize) -> Sequence<Accumulator> {
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn dot_products<E: Float>(
     a: &Shared<[Chunk<E>]>,
-    a_base: usize,
+    a_place: Place,
     b: &Shared<[Chunk<E>]>,
-    b_base: usize,
+    b_place: Place,
     #[comptime] row_tiles: usize,
     #[comptime] column_tiles: usize,
     #[comptime] dim: usize,
+    #[comptime] instructions: Instructions,
 ) -> Sequence<Accumulator> {
     let mut out = zeros(comptime!(row_tiles * column_tiles));
     let pitch = comptime!(pitch(dim));
     #[unroll]
     for k in 0..comptime!(dim.div_ceil(16)) {
-        let mut rows = Sequence::<Array<Pair<E>>>::new();
+        let mut rows = Sequence::<Registers>::new();
         #[unroll]
         for r in 0..row_tiles {
             rows.push(load_block(
                 a,
-                a_base,
+                a_place,
                 comptime!(r * 16 * pitch + 2 * k),
                 false,
+                instructions,
             ));
         }
         #[unroll]
         for n in 0..comptime!(column_tiles / 2) {
-            let columns = load_block(b, b_base, comptime!(n * 16 * pitch + 2 * k), false);
+            let columns = load_block(
+                b,
+                b_place,
+                comptime!(n * 16 * pitch + 2 * k),
+                false,
+                instructions,
+            );
             #[unroll]
             for r in 0..row_tiles {
-                multiply_block(
+                multiply_block::<E>(
                     &mut out,
-                    rows.index(r),
-                    &columns,
+                    *rows.index(r),
+                    columns,
                     comptime!(r * column_tiles + 2 * n),
+                    instructions,
                 );
             }
         }
@@ -161,79 +277,89 @@ pub(crate) fn weighted_sum<E: Float>(
     out: &mut Sequence<Accumulator>,
     weights: &Sequence<Accumulator>,
     b: &Shared<[Chunk<E>]>,
-    b_base: usize,
+    b_place: Place,
     #[comptime] row_tiles: usize,
     #[comptime] weight_tiles: usize,
     #[comptime] dim: usize,
-    #[comptime] rounding: Rounding,
+    #[comptime] instructions: Instructions,
 ) {
     let pitch = comptime!(pitch(dim));
     let column_tiles = comptime!(chunks(dim));
     #[unroll]
     for k in 0..comptime!(weight_tiles / 2) {
-        let mut rows = Sequence::<Array<Pair<E>>>::new();
+        let mut rows = Sequence::<Registers>::new();
         #[unroll]
         for r in 0..row_tiles {
-            let left = weights.index(comptime!(r * weight_tiles + 2 * k));
-            let right = weights.index(comptime!(r * weight_tiles + 2 * k + 1));
-            let mut fragment = Array::<Pair<E>>::new(4usize);
-            fragment[0] = round_pair::<E>(left[0], rounding);
-            fragment[1] = round_pair::<E>(left[1], rounding);
-            fragment[2] = round_pair::<E>(right[0], rounding);
-            fragment[3] = round_pair::<E>(right[1], rounding);
-            rows.push(fragment);
+            let mut registers = Registers::new(0u32);
+            #[unroll]
+            for n in 0..4usize {
+                let tile = weights.index(comptime!(r * weight_tiles + 2 * k + n / 2));
+                registers.insert(n, round_pair::<E>(tile[comptime!(n % 2)], instructions));
+            }
+            rows.push(registers);
         }
         #[unroll]
         for n in 0..comptime!(column_tiles / 2) {
-            let columns = load_block(b, b_base, comptime!(k * 16 * pitch + 2 * n), true);
+            let columns = load_block(
+                b,
+                b_place,
+                comptime!(k * 16 * pitch + 2 * n),
+                true,
+                instructions,
+            );
             #[unroll]
             for r in 0..row_tiles {
-                multiply_block(
+                multiply_block::<E>(
                     out,
-                    rows.index(r),
-                    &columns,
+                    *rows.index(r),
+                    columns,
                     comptime!(r * column_tiles + 2 * n),
+                    instructions,
                 );
             }
         }
     }
 }
 
-/// How two `f32` become a pair of the input type.
+/// Where the instructions come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Rounding {
-    /// The generator's own conversion.
-    Cast,
-    /// One instruction for both, to `f16`.
-    PackedF16,
-    /// One instruction for both, to `bf16`.
-    PackedBF16,
+pub(crate) enum Instructions {
+    /// From the generator's own operations.
+    Generated,
+    /// From assembly text, for `f16`: constant offsets in the loads, no halves taken apart.
+    AssemblyF16,
+    /// From assembly text, for `bf16`.
+    AssemblyBF16,
 }
 
-impl Rounding {
-    const fn instruction(self) -> &'static str {
+impl Instructions {
+    pub(crate) const fn assembly(self) -> bool {
+        !matches!(self, Instructions::Generated)
+    }
+
+    const fn element(self) -> &'static str {
         match self {
-            Rounding::PackedF16 => "cvt.rn.f16x2.f32",
-            Rounding::PackedBF16 | Rounding::Cast => "cvt.rn.bf16x2.f32",
+            Instructions::AssemblyF16 => "f16",
+            Instructions::AssemblyBF16 | Instructions::Generated => "bf16",
         }
     }
 }
 
-/// Rounds to the nearest pair of the input type.
+/// Rounds to the nearest pair of the input type, one register.
 #[cube]
-pub(crate) fn round_pair<E: Float>(x: Pair<f32>, #[comptime] rounding: Rounding) -> Pair<E> {
-    if comptime!(rounding == Rounding::Cast) {
-        Pair::<E>::cast_from(x)
-    } else {
-        let instruction = comptime!(rounding.instruction());
+pub(crate) fn round_pair<E: Float>(x: Pair<f32>, #[comptime] instructions: Instructions) -> u32 {
+    if comptime!(instructions.assembly()) {
+        let element = comptime!(instructions.element());
         let low = by_value::<f32>(x.extract(0usize));
         let high = by_value::<f32>(x.extract(1usize));
         let packed: u32;
         gpu_asm!(
-            "{instruction} {packed}, {high}, {low};",
+            "cvt.rn.{element}x2.f32 {packed}, {high}, {low};",
             low = in(_) low, high = in(_) high, packed = out(_) packed, options(pure, nomem)
         );
-        Pair::<E>::reinterpret(by_value::<u32>(packed))
+        by_value::<u32>(packed)
+    } else {
+        u32::reinterpret(Pair::<E>::cast_from(x))
     }
 }
 
@@ -241,6 +367,17 @@ pub(crate) fn round_pair<E: Float>(x: Pair<f32>, #[comptime] rounding: Rounding)
 #[cube]
 pub(crate) fn by_value<T: CubePrimitive>(x: T) -> T {
     intrinsic!(|scope| x.read_value(scope).into())
+}
+
+/// The address of a place in shared memory.
+#[cube]
+pub(crate) fn shared_address<T: CubePrimitive>(pointer: *const T) -> u32 {
+    let address: u32;
+    gpu_asm!(
+        "{{ .reg .u64 wide; cvta.to.shared.u64 wide, {pointer}; cvt.u32.u64 {address}, wide; }}",
+        pointer = in(_) pointer, address = out(_) address, options(pure, nomem)
+    );
+    by_value::<u32>(address)
 }
 
 #[cfg(test)]

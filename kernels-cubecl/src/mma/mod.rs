@@ -28,8 +28,12 @@ mod forward;
 mod fragment;
 mod hidden;
 mod launch;
+#[cfg(feature = "machine-code")]
+mod machine_code;
 mod softmax;
 mod stage;
 
 pub use blueprint::{Blocks, Blueprint, Decline, plan};
 pub use launch::attention_forward;
+#[cfg(feature = "machine-code")]
+pub(crate) use machine_code::specimens;

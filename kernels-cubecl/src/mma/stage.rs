@@ -4,7 +4,7 @@
 //! With asynchronous copies the tile goes straight to shared memory; with `prefetch` it waits in
 //! registers until its place is free; else [`land`] does all of it.
 
-use super::fragment::{CHUNK, Chunk, by_value, chunks, pitch};
+use super::fragment::{CHUNK, Chunk, by_value, chunks, pitch, shared_address};
 use cubecl::prelude::*;
 
 /// Rows of one head of a `[batch, heads, rows, features]` operand.
@@ -229,15 +229,4 @@ fn copy_chunk<A: CubePrimitive, B: CubePrimitive>(from: &[A], to: &[B], bytes: u
         "cp.async.cg.shared::cta.global [{to}], [{from}], 16, {bytes};",
         to = in(_) to, from = in(_) from, bytes = in(_) bytes
     );
-}
-
-/// The address of a place in shared memory.
-#[cube]
-pub(crate) fn shared_address<T: CubePrimitive>(pointer: *const T) -> u32 {
-    let address: u32;
-    gpu_asm!(
-        "{{ .reg .u64 wide; cvta.to.shared.u64 wide, {pointer}; cvt.u32.u64 {address}, wide; }}",
-        pointer = in(_) pointer, address = out(_) address, options(pure, nomem)
-    );
-    by_value::<u32>(address)
 }

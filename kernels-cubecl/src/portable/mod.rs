@@ -27,10 +27,14 @@ mod key_value_gradient;
 mod launch;
 mod pack;
 mod product;
+#[cfg(feature = "machine-code")]
+mod machine_code;
 mod query_gradient;
 mod stage;
 mod tile;
 
 pub use blueprint::{Blueprint, plan};
 pub use launch::{attention_backward, attention_forward};
+#[cfg(feature = "machine-code")]
+pub(crate) use machine_code::specimens;
 pub use tile::Tile;
