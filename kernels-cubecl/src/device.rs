@@ -1,6 +1,6 @@
 //! What a device can do, as plain data read once from its client.
 
-use cubecl::features::TypeUsage;
+use cubecl::features::{Tma, TypeUsage};
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use flash_attention_spec::Dtype;
@@ -28,6 +28,12 @@ pub struct Device {
     pub dtypes: Vec<Dtype>,
     /// Matrix-unit instructions, as `m x n x k input -> accumulator`.
     pub matrix_shapes: Vec<String>,
+    /// NVIDIA's compute capability, as `90`.
+    pub cuda_capability: Option<u32>,
+    /// Copies by tensor map between global and shared memory.
+    pub tensor_copies: bool,
+    /// Cubes run side by side on this many processors, where the device says.
+    pub multiprocessors: Option<u32>,
 }
 
 /// The CubeCL element type of `dtype`.
@@ -69,6 +75,13 @@ impl Device {
             max_buffer: properties.memory.max_page_size,
             dtypes,
             matrix_shapes,
+            cuda_capability: properties
+                .identity
+                .fingerprint
+                .strip_prefix("ptx_sm")
+                .and_then(|version| version.parse().ok()),
+            tensor_copies: properties.features.tma.contains(Tma::Base),
+            multiprocessors: hardware.num_streaming_multiprocessors,
         }
     }
 }

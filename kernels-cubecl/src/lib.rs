@@ -2,11 +2,12 @@
 //!
 //! CubeCL bindings go in and out ([`operands`]); nothing here knows Burn. [`device`] reads what a
 //! device can do, [`plan`](mod@plan) picks kernels and block sizes for a problem on it, and each kernel family is one folder:
-//! [`portable`] runs everywhere CubeCL does.
+//! [`portable`] runs everywhere CubeCL does, [`hopper`] on NVIDIA's compute capability 9.0.
 
 #![recursion_limit = "256"]
 
 pub mod device;
+pub mod hopper;
 #[cfg(feature = "machine-code")]
 #[doc(hidden)]
 pub mod machine_code;

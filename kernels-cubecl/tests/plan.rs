@@ -18,6 +18,9 @@ fn webgpu() -> Device {
         max_buffer: 128 << 20,
         dtypes: vec![Dtype::F32],
         matrix_shapes: Vec::new(),
+        cuda_capability: None,
+        tensor_copies: false,
+        multiprocessors: None,
     }
 }
 
@@ -34,6 +37,9 @@ fn h200() -> Device {
         max_buffer: 64 << 30,
         dtypes: Dtype::ALL.to_vec(),
         matrix_shapes: Vec::new(),
+        cuda_capability: Some(90),
+        tensor_copies: true,
+        multiprocessors: Some(132),
     }
 }
 
