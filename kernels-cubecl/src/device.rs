@@ -1,6 +1,6 @@
 //! What a device can do, as plain data read once from its client.
 
-use cubecl::features::{MmaConfig, TypeUsage};
+use cubecl::features::{MmaConfig, Tma, TypeUsage};
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use flash_attention_spec::Dtype;
@@ -36,6 +36,12 @@ pub struct Device {
     pub ldmatrix: Vec<Dtype>,
     /// Copies from global to shared memory that a kernel does not wait for.
     pub copy_async: bool,
+    /// NVIDIA's compute capability, as `90`.
+    pub cuda_capability: Option<u32>,
+    /// Copies by tensor map between global and shared memory.
+    pub tensor_copies: bool,
+    /// Cubes run side by side on this many processors, where the device says.
+    pub multiprocessors: Option<u32>,
 }
 
 /// The CubeCL element type of `dtype`.
@@ -83,6 +89,13 @@ impl Device {
             mma_shapes,
             ldmatrix,
             copy_async: properties.features.copy_async,
+            cuda_capability: properties
+                .identity
+                .fingerprint
+                .strip_prefix("ptx_sm")
+                .and_then(|version| version.parse().ok()),
+            tensor_copies: properties.features.tma.contains(Tma::Base),
+            multiprocessors: hardware.num_streaming_multiprocessors,
         }
     }
 }

@@ -1,8 +1,9 @@
 //! Runs the family that a blueprint names for each pass.
 
+use crate::hopper;
 use crate::mma;
 use crate::operands::{Gradients, Operands};
-use crate::plan::Blueprint;
+use crate::plan::{Blueprint, HOPPER};
 use crate::portable;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -18,6 +19,12 @@ pub fn attention_forward(
     blueprint: &Blueprint,
     operands: Operands,
 ) -> (Handle, Handle) {
+    if let Ok(hopper) = &blueprint.hopper {
+        match hopper::check_operands(&operands) {
+            Ok(()) => return hopper::attention_forward(client, problem, hopper, operands),
+            Err(reason) => log::debug!("{HOPPER} declined: {reason}"),
+        }
+    }
     match &blueprint.mma {
         Ok(mma) => mma::attention_forward(client, problem, mma, operands),
         Err(_) => portable::attention_forward(client, problem, &blueprint.portable, operands),

@@ -4,6 +4,7 @@
 //! first; each serves a problem exactly as the specification has it, or names its reason.
 
 use crate::device::Device;
+use crate::hopper;
 use crate::mma;
 use crate::portable;
 use crate::portable::Tile;
@@ -12,6 +13,9 @@ use thiserror::Error;
 
 /// Name of the register-tile family that serves every device.
 pub const PORTABLE: &str = "portable";
+
+/// Name of the family on NVIDIA's warpgroup products and tensor copies.
+pub const HOPPER: &str = "hopper";
 
 /// Name of the family on NVIDIA's register fragments.
 pub const MMA: &str = "mma";
@@ -75,6 +79,9 @@ pub enum PlanError {
 pub struct Blueprint {
     /// The portable kernels, which serve what the other families decline.
     pub portable: portable::Blueprint,
+    /// Warpgroup products and tensor copies for the forward pass, or why not. They also have to be
+    /// able to read the operands as they lie in memory ([`hopper::check_operands`]).
+    pub hopper: Result<hopper::ForwardBlueprint, hopper::Declined>,
     /// Register fragments, or why not.
     pub mma: Result<mma::Blueprint, mma::Decline>,
 }
@@ -91,8 +98,15 @@ pub struct Served {
 }
 
 impl Blueprint {
-    /// What runs the forward pass.
+    /// What runs the forward pass, on operands that lie packed in memory.
     pub fn forward(&self) -> Served {
+        if let Ok(hopper) = &self.hopper {
+            return Served {
+                family: HOPPER,
+                block_q: hopper.block_q(),
+                block_kv: hopper.block_kv,
+            };
+        }
         match &self.mma {
             Ok(mma) => Served {
                 family: MMA,
@@ -110,10 +124,11 @@ impl Blueprint {
 
     /// Families that declined, each with its reason.
     pub fn declined(&self) -> Vec<(&'static str, String)> {
+        let hopper = self.hopper.as_ref().err();
         let mma = self.mma.as_ref().err();
-        mma.map(|reason| (MMA, reason.to_string()))
-            .into_iter()
-            .collect()
+        let hopper = hopper.map(|reason| (HOPPER, reason.to_string()));
+        let mma = mma.map(|reason| (MMA, reason.to_string()));
+        hopper.into_iter().chain(mma).collect()
     }
 }
 
@@ -134,6 +149,7 @@ impl Served {
 pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, PlanError> {
     Ok(Blueprint {
         portable: portable::plan(problem, device)?,
+        hopper: hopper::plan_forward(problem, device),
         mma: mma::plan(problem, device),
     })
 }

@@ -22,6 +22,9 @@ fn webgpu() -> Device {
         mma_shapes: Vec::new(),
         ldmatrix: Vec::new(),
         copy_async: false,
+        cuda_capability: None,
+        tensor_copies: false,
+        multiprocessors: None,
     }
 }
 
@@ -45,6 +48,9 @@ fn h200() -> Device {
         ],
         ldmatrix: vec![Dtype::F16, Dtype::BF16],
         copy_async: true,
+        cuda_capability: Some(90),
+        tensor_copies: true,
+        multiprocessors: Some(132),
     }
 }
 

@@ -2,8 +2,8 @@
 
 use super::blueprint::Config;
 use super::fragment::{
-    Accumulator, CHUNK, Chunk, Pair, along_columns, along_rows, chunks, dot_products,
-    pitch, round_pair, weighted_sum, zeros,
+    Accumulator, CHUNK, Chunk, Pair, along_columns, along_rows, chunks, dot_products, pitch,
+    round_pair, weighted_sum, zeros,
 };
 use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
 use super::softmax::{Position, finish_scores, no_statistics, row_result, softmax_block};
@@ -309,7 +309,8 @@ pub(crate) fn share_rows<E: Float>(
             #[unroll]
             for n in 0..comptime!(chunks(dim)) {
                 let pair = out.index(comptime!(r * chunks(dim) + n))[half];
-                pairs[at + comptime!(4 * n)] = Pair::<E>::reinterpret(round_pair::<E>(pair, config.instructions()));
+                pairs[at + comptime!(4 * n)] =
+                    Pair::<E>::reinterpret(round_pair::<E>(pair, config.instructions()));
             }
         }
     }

@@ -52,7 +52,11 @@ fn name(kernel: &str, config: &Config, options: &str) -> String {
         walked,
         ..
     } = config.blocks;
-    let copies = if config.asynchronous { "async" } else { "plain" };
+    let copies = if config.asynchronous {
+        "async"
+    } else {
+        "plain"
+    };
     let dim = config.head_dim;
     format!("mma {kernel} d{dim} {warps}x{row_tiles}x16 by {walked} {copies}{options}")
 }

@@ -25,10 +25,10 @@ mod forward;
 mod gradient;
 mod key_value_gradient;
 mod launch;
-mod pack;
-mod product;
 #[cfg(feature = "machine-code")]
 mod machine_code;
+mod pack;
+mod product;
 mod query_gradient;
 mod stage;
 mod tile;
