@@ -2,7 +2,7 @@
 
 use super::blueprint::Config;
 use super::fragment::{
-    Accumulator, CHUNK, Chunk, Pair, along_columns, along_rows, chunks, dot_products,
+    Accumulator, CHUNK, Chunk, Pair, along_columns, along_rows, as_weights, chunks, dot_products,
     pitch, round_pair, weighted_sum, zeros,
 };
 use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
@@ -78,14 +78,15 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
     let first_block = visible.first as usize / block_kv;
     let end_block = (visible.end as usize).div_ceil(block_kv);
 
-    issue(query, query_rows, first_query, &mut queries, &mut pending_key, query_staging);
-    land(query, query_rows, first_query, &mut queries, &pending_key, query_staging);
+    issue(query, query_rows, first_query, &mut queries, 0usize, &mut pending_key, query_staging);
+    land(query, query_rows, first_query, &mut queries, 0usize, &pending_key, query_staging);
     if first_block < end_block {
         issue(
             key,
             key_rows,
             (first_block * block_kv) as i32,
             &mut keys,
+            0usize,
             &mut pending_key,
             key_staging,
         );
@@ -96,9 +97,9 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
 
         // The keys are there, and every warp is done with the values of the last block.
-        land(key, key_rows, first_kv, &mut keys, &pending_key, key_staging);
+        land(key, key_rows, first_kv, &mut keys, 0usize, &pending_key, key_staging);
         sync_cube();
-        issue(value, value_rows, first_kv, &mut values, &mut pending_value, value_staging);
+        issue(value, value_rows, first_kv, &mut values, 0usize, &mut pending_value, value_staging);
         if edge {
             lower_flags(&mut flags, value_staging);
         }
@@ -115,7 +116,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
         );
 
         // The values are there, and every warp is done with the keys.
-        land(value, value_rows, first_kv, &mut values, &pending_value, value_staging);
+        land(value, value_rows, first_kv, &mut values, 0usize, &pending_value, value_staging);
         sync_cube();
         if block + 1 < end_block {
             issue(
@@ -123,6 +124,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
                 key_rows,
                 first_kv + comptime!(block_kv as i32),
                 &mut keys,
+            0usize,
                 &mut pending_key,
                 key_staging,
             );
@@ -156,17 +158,18 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
 
         let mut flagged = false;
         if edge {
-            flag_rows(&values, &mut flags, config.exponent(), value_staging);
+            flag_rows(&values, 0usize, &mut flags, config.exponent(), value_staging);
             sync_cube();
             flagged = flags[block_kv] != 0;
             if flagged {
-                clear_flagged_rows(&mut values, &flags, value_staging);
+                clear_flagged_rows(&mut values, 0usize, &flags, value_staging);
                 sync_cube();
             }
         }
+        let weights = as_weights::<E>(&scores, row_tiles, key_tiles, instructions);
         weighted_sum::<E>(
             &mut out,
-            &scores,
+            &weights,
             &values,
             value_place,
             row_tiles,

@@ -26,10 +26,13 @@
 mod blueprint;
 mod forward;
 mod fragment;
+mod gradient;
 mod hidden;
+mod key_value_gradient;
 mod launch;
 #[cfg(feature = "machine-code")]
 mod machine_code;
+mod query_gradient;
 mod softmax;
 mod stage;
 
