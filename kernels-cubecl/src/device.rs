@@ -58,9 +58,8 @@ impl Device {
             })
             .collect();
         let matmul = &properties.features.matmul;
-        let shape = |m: &MmaConfig| {
-            format!("{}x{}x{} {} -> {}", m.m, m.n, m.k, m.a_type, m.cd_type)
-        };
+        let shape =
+            |m: &MmaConfig| format!("{}x{}x{} {} -> {}", m.m, m.n, m.k, m.a_type, m.cd_type);
         let matrix_shapes = matmul.mma.iter().chain(&matmul.cmma).map(shape).collect();
         let mma_shapes = matmul.mma.iter().map(shape).collect();
         let ldmatrix = Dtype::ALL

@@ -55,7 +55,8 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
     // Queries at first, outputs at the end.
     let widest = comptime!(Ord::max(key_pitch, value_pitch));
     let mut queries = Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_q * widest), 16usize);
-    let mut keys = Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * key_pitch), 16usize);
+    let mut keys =
+        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * key_pitch), 16usize);
     let mut values =
         Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * value_pitch), 16usize);
     let mut flags = row_flags(block_kv);
@@ -78,8 +79,24 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
     let first_block = visible.first as usize / block_kv;
     let end_block = (visible.end as usize).div_ceil(block_kv);
 
-    issue(query, query_rows, first_query, &mut queries, 0usize, &mut pending_key, query_staging);
-    land(query, query_rows, first_query, &mut queries, 0usize, &pending_key, query_staging);
+    issue(
+        query,
+        query_rows,
+        first_query,
+        &mut queries,
+        0usize,
+        &mut pending_key,
+        query_staging,
+    );
+    land(
+        query,
+        query_rows,
+        first_query,
+        &mut queries,
+        0usize,
+        &pending_key,
+        query_staging,
+    );
     if first_block < end_block {
         issue(
             key,
@@ -97,9 +114,25 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
 
         // The keys are there, and every warp is done with the values of the last block.
-        land(key, key_rows, first_kv, &mut keys, 0usize, &pending_key, key_staging);
+        land(
+            key,
+            key_rows,
+            first_kv,
+            &mut keys,
+            0usize,
+            &pending_key,
+            key_staging,
+        );
         sync_cube();
-        issue(value, value_rows, first_kv, &mut values, 0usize, &mut pending_value, value_staging);
+        issue(
+            value,
+            value_rows,
+            first_kv,
+            &mut values,
+            0usize,
+            &mut pending_value,
+            value_staging,
+        );
         if edge {
             lower_flags(&mut flags, value_staging);
         }
@@ -116,7 +149,15 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
         );
 
         // The values are there, and every warp is done with the keys.
-        land(value, value_rows, first_kv, &mut values, 0usize, &pending_value, value_staging);
+        land(
+            value,
+            value_rows,
+            first_kv,
+            &mut values,
+            0usize,
+            &pending_value,
+            value_staging,
+        );
         sync_cube();
         if block + 1 < end_block {
             issue(
@@ -124,7 +165,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
                 key_rows,
                 first_kv + comptime!(block_kv as i32),
                 &mut keys,
-            0usize,
+                0usize,
                 &mut pending_key,
                 key_staging,
             );
@@ -158,7 +199,13 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
 
         let mut flagged = false;
         if edge {
-            flag_rows(&values, 0usize, &mut flags, config.exponent(), value_staging);
+            flag_rows(
+                &values,
+                0usize,
+                &mut flags,
+                config.exponent(),
+                value_staging,
+            );
             sync_cube();
             flagged = flags[block_kv] != 0;
             if flagged {
@@ -209,10 +256,23 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
                 statistics[at] = result.maximum;
                 statistics[rows + at] = result.log_sum;
             }
-            scale_rows(&mut out, result.inverse, comptime!(r * value_tiles), value_tiles, half);
+            scale_rows(
+                &mut out,
+                result.inverse,
+                comptime!(r * value_tiles),
+                value_tiles,
+                half,
+            );
         }
     }
-    share_rows::<E>(&out, &mut queries, warp_row, row_tiles, config.value_dim, config);
+    share_rows::<E>(
+        &out,
+        &mut queries,
+        warp_row,
+        row_tiles,
+        config.value_dim,
+        config,
+    );
     sync_cube();
     store_rows::<E, N>(
         &queries,
@@ -263,7 +323,8 @@ pub(crate) fn share_rows<E: Float>(
             #[unroll]
             for n in 0..comptime!(chunks(dim)) {
                 let pair = out.index(comptime!(r * chunks(dim) + n))[half];
-                pairs[at + comptime!(4 * n)] = Pair::<E>::reinterpret(round_pair::<E>(pair, config.instructions()));
+                pairs[at + comptime!(4 * n)] =
+                    Pair::<E>::reinterpret(round_pair::<E>(pair, config.instructions()));
             }
         }
     }

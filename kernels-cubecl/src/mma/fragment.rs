@@ -73,11 +73,7 @@ pub(crate) fn along_rows<E: Float>(
     #[comptime] instructions: Instructions,
 ) -> Place {
     let lane = UNIT_POS_PLANE as usize;
-    place(
-        tile,
-        (first + lane % 16) * pitch + lane / 16,
-        instructions,
-    )
+    place(tile, (first + lane % 16) * pitch + lane / 16, instructions)
 }
 
 /// The lane's place for [`lane_along_columns`].

@@ -164,8 +164,7 @@ fn form_probabilities<E: Float, M: Int>(
             let dot = pair.extract(c);
             if comptime!(tested) {
                 let j = position.first_kv + along(k, block.transposed) as i32;
-                let score =
-                    finish_score::<E, M>(dot, view, j, mask, bias, geometry, config.capped);
+                let score = finish_score::<E, M>(dot, view, j, mask, bias, geometry, config.capped);
                 let p = power(fma(score - maximum, unit, -log_sum), config.assembly);
                 pair.insert(c, select(counts(score), p, 0.0f32));
             } else {
@@ -281,11 +280,7 @@ pub(crate) fn keep_dots(
 
 /// Multiplies every sum by `factor`.
 #[cube]
-pub(crate) fn scale_all(
-    sums: &mut Sequence<Accumulator>,
-    factor: f32,
-    #[comptime] count: usize,
-) {
+pub(crate) fn scale_all(sums: &mut Sequence<Accumulator>, factor: f32, #[comptime] count: usize) {
     #[unroll]
     for n in 0..count {
         let tile = sums.index_mut(n);

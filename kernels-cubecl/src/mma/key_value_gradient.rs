@@ -99,7 +99,8 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
 
     let query_slot = comptime!(block_q * key_pitch);
     let gradient_slot = comptime!(block_q * value_pitch);
-    let mut keys = Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * key_pitch), 16usize);
+    let mut keys =
+        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * key_pitch), 16usize);
     let mut values =
         Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * value_pitch), 16usize);
     let mut queries =
@@ -133,13 +134,53 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     let per_head = select(end_block > first_block, end_block - first_block, 0usize);
     let steps = per_head * geometry.group;
 
-    issue(key, key_rows, first_kv, &mut keys, 0usize, &mut pending_query, key_staging);
-    issue(value, value_rows, first_kv, &mut values, 0usize, &mut pending_query, value_staging);
-    land(key, key_rows, first_kv, &mut keys, 0usize, &pending_query, key_staging);
-    land(value, value_rows, first_kv, &mut values, 0usize, &pending_query, value_staging);
+    issue(
+        key,
+        key_rows,
+        first_kv,
+        &mut keys,
+        0usize,
+        &mut pending_query,
+        key_staging,
+    );
+    issue(
+        value,
+        value_rows,
+        first_kv,
+        &mut values,
+        0usize,
+        &mut pending_query,
+        value_staging,
+    );
+    land(
+        key,
+        key_rows,
+        first_kv,
+        &mut keys,
+        0usize,
+        &pending_query,
+        key_staging,
+    );
+    land(
+        value,
+        value_rows,
+        first_kv,
+        &mut values,
+        0usize,
+        &pending_query,
+        value_staging,
+    );
 
-    let mut key_sums = zeros(comptime!(if sides.key { row_tiles * key_columns } else { 0 }));
-    let mut value_sums = zeros(comptime!(if sides.value { row_tiles * value_columns } else { 0 }));
+    let mut key_sums = zeros(comptime!(if sides.key {
+        row_tiles * key_columns
+    } else {
+        0
+    }));
+    let mut value_sums = zeros(comptime!(if sides.value {
+        row_tiles * value_columns
+    } else {
+        0
+    }));
     let own = UNIT_POS as usize;
     if steps > 0 {
         let at = place_of(0usize, per_head, first_block, kv_head, &geometry, block_q);
@@ -225,7 +266,13 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
             gradient_staging,
         );
         if own < block_q {
-            store_statistics(&pending_statistics, &mut statistics, at_statistics, own, block_q);
+            store_statistics(
+                &pending_statistics,
+                &mut statistics,
+                at_statistics,
+                own,
+                block_q,
+            );
         }
         sync_cube();
         if step + 1 < steps {
@@ -327,7 +374,13 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
             // Every warp is done with queries and output gradients as they are.
             sync_cube();
             if comptime!(sides.key) {
-                flag_rows(&queries, at_query, &mut flags, config.exponent(), query_staging);
+                flag_rows(
+                    &queries,
+                    at_query,
+                    &mut flags,
+                    config.exponent(),
+                    query_staging,
+                );
             }
             if comptime!(sides.value) {
                 flag_rows(
@@ -347,8 +400,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
             }
         }
         if comptime!(sides.value) {
-            let weights =
-                as_weights::<E>(&probabilities, row_tiles, query_tiles, instructions);
+            let weights = as_weights::<E>(&probabilities, row_tiles, query_tiles, instructions);
             weighted_sum::<E>(
                 &mut value_sums,
                 &weights,
@@ -374,8 +426,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
             }
         }
         if comptime!(sides.key) {
-            let weights =
-                as_weights::<E>(&score_gradient, row_tiles, query_tiles, instructions);
+            let weights = as_weights::<E>(&score_gradient, row_tiles, query_tiles, instructions);
             weighted_sum::<E>(
                 &mut key_sums,
                 &weights,
@@ -406,11 +457,29 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     sync_cube();
     let first_row = batch_head * geometry.seq_kv as usize;
     if comptime!(sides.key) {
-        scale_all(&mut key_sums, geometry.scale, comptime!(row_tiles * key_columns));
-        share_rows::<E>(&key_sums, &mut keys, warp_row, row_tiles, config.head_dim, config);
+        scale_all(
+            &mut key_sums,
+            geometry.scale,
+            comptime!(row_tiles * key_columns),
+        );
+        share_rows::<E>(
+            &key_sums,
+            &mut keys,
+            warp_row,
+            row_tiles,
+            config.head_dim,
+            config,
+        );
     }
     if comptime!(sides.value) {
-        share_rows::<E>(&value_sums, &mut values, warp_row, row_tiles, config.value_dim, config);
+        share_rows::<E>(
+            &value_sums,
+            &mut values,
+            warp_row,
+            row_tiles,
+            config.value_dim,
+            config,
+        );
     }
     sync_cube();
     if comptime!(sides.key) {

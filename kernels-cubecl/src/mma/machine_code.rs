@@ -77,7 +77,11 @@ fn name(kernel: &str, config: &Config) -> String {
         stages,
         ..
     } = config.blocks;
-    let copies = if config.asynchronous { "async" } else { "plain" };
+    let copies = if config.asynchronous {
+        "async"
+    } else {
+        "plain"
+    };
     let dim = config.head_dim;
     format!("mma {kernel} d{dim} {warps}x{row_tiles}x16 by {walked} stages {stages} {copies}")
 }

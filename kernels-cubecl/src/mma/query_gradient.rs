@@ -65,7 +65,8 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
 
     let key_slot = comptime!(block_kv * key_pitch);
     let value_slot = comptime!(block_kv * value_pitch);
-    let mut queries = Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_q * key_pitch), 16usize);
+    let mut queries =
+        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_q * key_pitch), 16usize);
     let mut gradients =
         Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_q * value_pitch), 16usize);
     let mut keys =
@@ -94,7 +95,15 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
     let first_block = visible.first as usize / block_kv;
     let end_block = (visible.end as usize).div_ceil(block_kv);
 
-    issue(query, query_rows, first_query, &mut queries, 0usize, &mut pending_key, query_staging);
+    issue(
+        query,
+        query_rows,
+        first_query,
+        &mut queries,
+        0usize,
+        &mut pending_key,
+        query_staging,
+    );
     issue(
         output_gradient,
         gradient_rows,
@@ -104,7 +113,15 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
         &mut pending_key,
         gradient_staging,
     );
-    land(query, query_rows, first_query, &mut queries, 0usize, &pending_key, query_staging);
+    land(
+        query,
+        query_rows,
+        first_query,
+        &mut queries,
+        0usize,
+        &pending_key,
+        query_staging,
+    );
     land(
         output_gradient,
         gradient_rows,
@@ -135,8 +152,24 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
     let mut out = zeros(comptime!(row_tiles * chunks(config.head_dim)));
     if comptime!(ahead) && first_block < end_block {
         let first_kv = (first_block * block_kv) as i32;
-        issue(key, key_rows, first_kv, &mut keys, 0usize, &mut pending_key, key_staging);
-        issue(value, value_rows, first_kv, &mut values, 0usize, &mut pending_value, value_staging);
+        issue(
+            key,
+            key_rows,
+            first_kv,
+            &mut keys,
+            0usize,
+            &mut pending_key,
+            key_staging,
+        );
+        issue(
+            value,
+            value_rows,
+            first_kv,
+            &mut values,
+            0usize,
+            &mut pending_value,
+            value_staging,
+        );
     }
     for block in first_block..end_block {
         let first_kv = (block * block_kv) as i32;
@@ -151,7 +184,15 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
             sync_cube();
         }
         if comptime!(!ahead) {
-            issue(key, key_rows, first_kv, &mut keys, at_key, &mut pending_key, key_staging);
+            issue(
+                key,
+                key_rows,
+                first_kv,
+                &mut keys,
+                at_key,
+                &mut pending_key,
+                key_staging,
+            );
             issue(
                 value,
                 value_rows,
@@ -162,13 +203,37 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
                 value_staging,
             );
         }
-        land(key, key_rows, first_kv, &mut keys, at_key, &pending_key, key_staging);
-        land(value, value_rows, first_kv, &mut values, at_value, &pending_value, value_staging);
+        land(
+            key,
+            key_rows,
+            first_kv,
+            &mut keys,
+            at_key,
+            &pending_key,
+            key_staging,
+        );
+        land(
+            value,
+            value_rows,
+            first_kv,
+            &mut values,
+            at_value,
+            &pending_value,
+            value_staging,
+        );
         sync_cube();
         if comptime!(ahead) && block + 1 < end_block {
             let next = first_kv + comptime!(block_kv as i32);
             let other = (stage + 1) % blocks.stages;
-            issue(key, key_rows, next, &mut keys, other * key_slot, &mut pending_key, key_staging);
+            issue(
+                key,
+                key_rows,
+                next,
+                &mut keys,
+                other * key_slot,
+                &mut pending_key,
+                key_staging,
+            );
             issue(
                 value,
                 value_rows,
@@ -273,8 +338,19 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
 
     // Every warp is done with the queries; their place is for the gradient.
     sync_cube();
-    scale_all(&mut out, geometry.scale, comptime!(row_tiles * chunks(config.head_dim)));
-    share_rows::<E>(&out, &mut queries, warp_row, row_tiles, config.head_dim, config);
+    scale_all(
+        &mut out,
+        geometry.scale,
+        comptime!(row_tiles * chunks(config.head_dim)),
+    );
+    share_rows::<E>(
+        &out,
+        &mut queries,
+        warp_row,
+        row_tiles,
+        config.head_dim,
+        config,
+    );
     sync_cube();
     store_rows::<E, N>(
         &queries,

@@ -126,15 +126,8 @@ pub(crate) fn finish_scores<E: Float, M: Int>(
                             + comptime!((8 * n + c) as i32)
                             + (lane % 4 * 2) as i32;
                         let dot = old.extract(c);
-                        let score = finish_score::<E, M>(
-                            dot,
-                            view,
-                            j,
-                            mask,
-                            bias,
-                            geometry,
-                            config.capped,
-                        );
+                        let score =
+                            finish_score::<E, M>(dot, view, j, mask, bias, geometry, config.capped);
                         let mut value = score;
                         if comptime!(config.plain()) {
                             value = dot;

@@ -137,14 +137,19 @@ pub(crate) fn issue<E: Float, N: Size>(
         #[unroll]
         for n in 0..comptime!(staging.steps()) {
             let index = n * staging.units + UNIT_POS as usize;
-            if comptime!(staging.chunks() % staging.units == 0) || index < comptime!(staging.chunks())
+            if comptime!(staging.chunks() % staging.units == 0)
+                || index < comptime!(staging.chunks())
             {
                 let row = index / width;
                 let chunk = index % width;
                 let i = first_row + row as i32;
                 let inside = i < rows.count && chunk * CHUNK < staging.dim;
                 // Nothing is read where the size is 0; the address stays in the operand even so.
-                let at = select(inside, rows.base + i as usize * rows.stride + chunk * CHUNK, rows.base);
+                let at = select(
+                    inside,
+                    rows.base + i as usize * rows.stride + chunk * CHUNK,
+                    rows.base,
+                );
                 let to = slot + row * comptime!(pitch(staging.dim)) + chunk;
                 copy_chunk::<Vector<E, N>, Chunk<E>>(
                     &x.as_slice()[at / CHUNK..at / CHUNK + 1],
@@ -181,7 +186,8 @@ pub(crate) fn land<E: Float, N: Size>(
         #[unroll]
         for n in 0..comptime!(staging.steps()) {
             let index = n * staging.units + UNIT_POS as usize;
-            if comptime!(staging.chunks() % staging.units == 0) || index < comptime!(staging.chunks())
+            if comptime!(staging.chunks() % staging.units == 0)
+                || index < comptime!(staging.chunks())
             {
                 let to = slot + index / width * comptime!(pitch(staging.dim)) + index % width;
                 if comptime!(staging.prefetch) {

@@ -30,6 +30,7 @@ mod query_gradient;
 mod stage;
 mod tile;
 
+pub(crate) use launch::Launch;
 pub use launch::{attention_backward, attention_forward};
 #[cfg(feature = "machine-code")]
 pub(crate) use machine_code::specimens;
