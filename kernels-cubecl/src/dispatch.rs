@@ -46,10 +46,25 @@ pub fn attention_backward(
     lse_gradient: Option<TensorBinding>,
     wanted: Wanted,
 ) -> Gradients {
+    let portable = &blueprint.portable;
+    if let Ok(mma) = &blueprint.mma {
+        return mma::attention_backward(
+            client,
+            problem,
+            mma,
+            portable.backward,
+            operands,
+            output,
+            statistics,
+            output_gradient,
+            lse_gradient,
+            wanted,
+        );
+    }
     portable::attention_backward(
         client,
         problem,
-        &blueprint.portable,
+        portable,
         operands,
         output,
         statistics,

@@ -119,7 +119,14 @@ impl Blueprint {
 
     /// What runs the backward pass.
     pub fn backward(&self) -> Served {
-        Served::portable(self.portable.backward)
+        match &self.mma {
+            Ok(mma) => Served {
+                family: MMA,
+                block_q: mma.query_gradient.owned(),
+                block_kv: mma.query_gradient.walked,
+            },
+            Err(_) => Served::portable(self.portable.backward),
+        }
     }
 
     /// Families that declined, each with its reason.

@@ -18,6 +18,9 @@ pub struct Blocks {
     pub row_tiles: usize,
     /// Rows of a block of the other side; a multiple of 16.
     pub walked: usize,
+    /// Walked blocks in shared memory at once, 1 or 2. With 2 the next one is on its way while one is
+    /// worked on; the forward kernel has its two operands take turns instead and needs 1.
+    pub stages: usize,
     /// Without asynchronous copies: whether the next block waits in registers.
     pub prefetch: bool,
 }
@@ -162,7 +165,15 @@ const fn blocks(warps: usize, row_tiles: usize, walked: usize) -> Blocks {
         warps,
         row_tiles,
         walked,
+        stages: 1,
         prefetch: true,
+    }
+}
+
+const fn staged_twice(warps: usize, row_tiles: usize, walked: usize) -> Blocks {
+    Blocks {
+        stages: 2,
+        ..blocks(warps, row_tiles, walked)
     }
 }
 
@@ -188,17 +199,17 @@ const FORWARD: [(usize, &[Blocks], &[Blocks]); 3] = [
 const QUERY_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
     (
         64,
-        &[blocks(4, 2, 64), blocks(4, 1, 32)],
+        &[staged_twice(4, 2, 64), blocks(4, 1, 32)],
         &[blocks(4, 1, 64), blocks(4, 1, 32)],
     ),
     (
         128,
-        &[blocks(4, 2, 32), blocks(4, 1, 64), blocks(4, 1, 32)],
+        &[staged_twice(4, 2, 32), blocks(4, 1, 64), blocks(4, 1, 32)],
         &[blocks(4, 1, 64), blocks(4, 1, 32)],
     ),
     (
         256,
-        &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[staged_twice(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
         &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
     ),
 ];
@@ -206,25 +217,34 @@ const QUERY_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
 const KEY_VALUE_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
     (
         64,
-        &[blocks(4, 2, 32), blocks(4, 1, 32)],
+        &[staged_twice(4, 2, 32), blocks(4, 1, 32)],
         &[blocks(4, 1, 64), blocks(4, 1, 32)],
     ),
     (
         128,
-        &[blocks(4, 1, 64), blocks(4, 1, 32)],
+        &[staged_twice(4, 1, 64), blocks(4, 1, 64), blocks(4, 1, 32)],
         &[blocks(4, 1, 32)],
     ),
     (
         256,
-        &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[staged_twice(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
         &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
     ),
 ];
 
-/// The blocks that [`plan`] chooses from for the forward kernel.
+/// The blocks that [`plan`] chooses from.
 #[cfg(feature = "machine-code")]
-pub(super) fn forward_blocks(widest: usize, asynchronous: bool) -> impl Iterator<Item = Blocks> {
-    candidates(widest, asynchronous, &FORWARD)
+pub(super) fn all_blocks(
+    kernel: &str,
+    widest: usize,
+    asynchronous: bool,
+) -> impl Iterator<Item = Blocks> {
+    let table = match kernel {
+        "forward" => &FORWARD,
+        "query gradient" => &QUERY_GRADIENT,
+        _ => &KEY_VALUE_GRADIENT,
+    };
+    candidates(widest, asynchronous, table)
 }
 
 fn candidates(
@@ -252,15 +272,19 @@ pub(super) fn forward_shared_memory(problem: &Problem, blocks: &Blocks) -> usize
     chunks * 16 + flags(blocks)
 }
 
-/// Bytes of a cube: queries, output gradients, keys, values, flags.
+/// Bytes of a cube: queries and output gradients with their statistics, keys and values, flags.
 pub(super) fn query_gradient_shared_memory(problem: &Problem, blocks: &Blocks) -> usize {
-    let (key, value) = (pitch(problem.head_dim), pitch(problem.value_dim));
-    (blocks.owned() + blocks.walked) * (key + value) * 16 + flags(blocks)
+    gradient_tiles(problem, blocks) + blocks.owned() * 3 * 4 + flags(blocks)
 }
 
-/// Bytes of a cube: keys, values, queries, output gradients, statistics, flags.
+/// Bytes of a cube: keys and values, queries and output gradients with their statistics, flags.
 pub(super) fn key_value_gradient_shared_memory(problem: &Problem, blocks: &Blocks) -> usize {
-    query_gradient_shared_memory(problem, blocks) + blocks.walked * 3 * 4
+    gradient_tiles(problem, blocks) + blocks.stages * blocks.walked * 3 * 4 + flags(blocks)
+}
+
+fn gradient_tiles(problem: &Problem, blocks: &Blocks) -> usize {
+    let pitches = pitch(problem.head_dim) + pitch(problem.value_dim);
+    (blocks.owned() + blocks.stages * blocks.walked) * pitches * 16
 }
 
 /// Flags of the walked rows, with the alignment of what lies beside them.

@@ -2,8 +2,8 @@
 
 use super::blueprint::Config;
 use super::fragment::{
-    Accumulator, CHUNK, Chunk, Pair, along_columns, along_rows, chunks, dot_products, pitch,
-    round_pair, weighted_sum, zeros,
+    Accumulator, CHUNK, Chunk, Pair, along_columns, along_rows, as_weights, chunks, dot_products,
+    pitch, round_pair, weighted_sum, zeros,
 };
 use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
 use super::softmax::{Position, finish_scores, no_statistics, row_result, softmax_block};
@@ -84,6 +84,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
         query_rows,
         first_query,
         &mut queries,
+        0usize,
         &mut pending_key,
         query_staging,
     );
@@ -92,6 +93,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
         query_rows,
         first_query,
         &mut queries,
+        0usize,
         &pending_key,
         query_staging,
     );
@@ -101,6 +103,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             key_rows,
             (first_block * block_kv) as i32,
             &mut keys,
+            0usize,
             &mut pending_key,
             key_staging,
         );
@@ -116,6 +119,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             key_rows,
             first_kv,
             &mut keys,
+            0usize,
             &pending_key,
             key_staging,
         );
@@ -125,6 +129,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             value_rows,
             first_kv,
             &mut values,
+            0usize,
             &mut pending_value,
             value_staging,
         );
@@ -149,6 +154,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             value_rows,
             first_kv,
             &mut values,
+            0usize,
             &pending_value,
             value_staging,
         );
@@ -159,6 +165,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
                 key_rows,
                 first_kv + comptime!(block_kv as i32),
                 &mut keys,
+                0usize,
                 &mut pending_key,
                 key_staging,
             );
@@ -192,17 +199,24 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
 
         let mut flagged = false;
         if edge {
-            flag_rows(&values, &mut flags, config.exponent(), value_staging);
+            flag_rows(
+                &values,
+                0usize,
+                &mut flags,
+                config.exponent(),
+                value_staging,
+            );
             sync_cube();
             flagged = flags[block_kv] != 0;
             if flagged {
-                clear_flagged_rows(&mut values, &flags, value_staging);
+                clear_flagged_rows(&mut values, 0usize, &flags, value_staging);
                 sync_cube();
             }
         }
+        let weights = as_weights::<E>(&scores, row_tiles, key_tiles, instructions);
         weighted_sum::<E>(
             &mut out,
-            &scores,
+            &weights,
             &values,
             value_place,
             row_tiles,

@@ -129,6 +129,15 @@ pub(crate) fn load_block<E: Float>(
     }
 }
 
+/// The place `chunks` further on.
+#[cube]
+pub(crate) fn further(place: Place, chunks: usize) -> Place {
+    Place {
+        index: place.index + chunks,
+        address: place.address + 16u32 * chunks as u32,
+    }
+}
+
 /// Adds `a b` to two neighbouring accumulators; `b` holds two `B` fragments.
 #[cube]
 fn multiply_block<E: Float>(
@@ -262,16 +271,41 @@ pub(crate) fn dot_products<E: Float>(
     out
 }
 
-/// `out += W B`: the weights are accumulators of an earlier product, rounded to the input type
-/// here, and the rows of `b` are summed over.
+/// Sums of an earlier product as the left operand of the next, rounded to the input type:
+/// `row_tiles x weight_tiles / 2` fragments.
 ///
-/// Two accumulators side by side hold what four registers of an `A` fragment hold: weights never
-/// leave the registers.
+/// Two accumulators side by side hold what the four registers of an `A` fragment hold: nothing
+/// moves between lanes.
+#[cube]
+pub(crate) fn as_weights<E: Float>(
+    sums: &Sequence<Accumulator>,
+    #[comptime] row_tiles: usize,
+    #[comptime] weight_tiles: usize,
+    #[comptime] instructions: Instructions,
+) -> Sequence<Registers> {
+    let mut weights = Sequence::<Registers>::new();
+    #[unroll]
+    for r in 0..row_tiles {
+        #[unroll]
+        for k in 0..comptime!(weight_tiles / 2) {
+            let mut registers = Registers::new(0u32);
+            #[unroll]
+            for n in 0..4usize {
+                let tile = sums.index(comptime!(r * weight_tiles + 2 * k + n / 2));
+                registers.insert(n, round_pair::<E>(tile[comptime!(n % 2)], instructions));
+            }
+            weights.push(by_value::<Registers>(registers));
+        }
+    }
+    weights
+}
+
+/// `out += W B`: the weights are [`as_weights`], the rows of `b` are summed over.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn weighted_sum<E: Float>(
     out: &mut Sequence<Accumulator>,
-    weights: &Sequence<Accumulator>,
+    weights: &Sequence<Registers>,
     b: &Shared<[Chunk<E>]>,
     b_place: Place,
     #[comptime] row_tiles: usize,
@@ -283,17 +317,6 @@ pub(crate) fn weighted_sum<E: Float>(
     let column_tiles = comptime!(chunks(dim));
     #[unroll]
     for k in 0..comptime!(weight_tiles / 2) {
-        let mut rows = Sequence::<Registers>::new();
-        #[unroll]
-        for r in 0..row_tiles {
-            let mut registers = Registers::new(0u32);
-            #[unroll]
-            for n in 0..4usize {
-                let tile = weights.index(comptime!(r * weight_tiles + 2 * k + n / 2));
-                registers.insert(n, round_pair::<E>(tile[comptime!(n % 2)], instructions));
-            }
-            rows.push(registers);
-        }
         #[unroll]
         for n in 0..comptime!(column_tiles / 2) {
             let columns = load_block(
@@ -307,7 +330,7 @@ pub(crate) fn weighted_sum<E: Float>(
             for r in 0..row_tiles {
                 multiply_block::<E>(
                     out,
-                    *rows.index(r),
+                    *weights.index(comptime!(r * (weight_tiles / 2) + k)),
                     columns,
                     comptime!(r * column_tiles + 2 * n),
                     instructions,

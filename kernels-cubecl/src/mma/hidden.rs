@@ -31,6 +31,7 @@ pub(crate) fn lower_flags(flags: &mut Shared<[u32]>, #[comptime] staging: Stagin
 #[cube]
 pub(crate) fn flag_rows<E: Float>(
     tile: &Shared<[Chunk<E>]>,
+    slot: usize,
     flags: &mut Shared<[u32]>,
     #[comptime] exponent: u32,
     #[comptime] staging: Staging,
@@ -40,7 +41,7 @@ pub(crate) fn flag_rows<E: Float>(
         let index = n * staging.units + UNIT_POS as usize;
         if index < comptime!(staging.chunks()) {
             let row = index / width;
-            let chunk = tile[row * comptime!(pitch(staging.dim)) + index % width];
+            let chunk = tile[slot + row * comptime!(pitch(staging.dim)) + index % width];
             if has_non_finite(chunk, exponent) {
                 flags[row] = 1u32;
                 flags[staging.rows] = 1u32;
@@ -53,6 +54,7 @@ pub(crate) fn flag_rows<E: Float>(
 #[cube]
 pub(crate) fn clear_flagged_rows<E: Float>(
     tile: &mut Shared<[Chunk<E>]>,
+    slot: usize,
     flags: &Shared<[u32]>,
     #[comptime] staging: Staging,
 ) {
@@ -62,7 +64,7 @@ pub(crate) fn clear_flagged_rows<E: Float>(
         if index < comptime!(staging.chunks()) {
             let row = index / width;
             if flags[row] != 0 {
-                tile[row * comptime!(pitch(staging.dim)) + index % width] =
+                tile[slot + row * comptime!(pitch(staging.dim)) + index % width] =
                     Chunk::new(E::from_int(0));
             }
         }

@@ -2,13 +2,18 @@
 
 use super::blueprint::{Blocks, Blueprint, Config};
 use super::forward::forward_kernel;
+use super::key_value_gradient::{Sides, key_value_gradient_kernel};
+use super::query_gradient::query_gradient_kernel;
 use crate::device::elem_type;
-use crate::operands::{Operands, broadcast_bias, broadcast_mask, cube_count, geometry, optional};
+use crate::operands::{
+    Gradients, Operands, broadcast_bias, broadcast_mask, cube_count, geometry, optional,
+};
+use crate::portable::{self, Tile};
 use crate::schedule::GeometryLaunch;
 use cubecl::ir::{AddressType, ElemType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use flash_attention_spec::{Dtype, Problem};
+use flash_attention_spec::{Dtype, Problem, Wanted};
 
 /// The output `[batch, heads, seq_q, value_dim]` and the statistics `[2, batch, heads, seq_q]` in
 /// `f32` (row maximum, logarithm of the sum of `exp(score - maximum)`), both packed.
@@ -53,6 +58,158 @@ pub fn attention_forward(
         );
     }
     (output, statistics)
+}
+
+/// The wanted gradients. `output` and `statistics` are those of [`attention_forward`];
+/// `output_gradient` has the output's shape and any strides, `lse_gradient` is
+/// `[batch, heads, seq_q]` in `f32` with any strides.
+///
+/// Row statistics and the gradient of the bias come from the portable kernels, in blocks of `tile`.
+#[allow(clippy::too_many_arguments)]
+pub fn attention_backward(
+    client: &Client,
+    problem: &Problem,
+    blueprint: &Blueprint,
+    tile: Tile,
+    operands: Operands,
+    output: TensorBinding,
+    statistics: Handle,
+    output_gradient: TensorBinding,
+    lse_gradient: Option<TensorBinding>,
+    wanted: Wanted,
+) -> Gradients {
+    let launch = Launch::new(
+        client,
+        problem,
+        blueprint,
+        &operands,
+        Some(&output_gradient),
+    );
+    let portable = portable::Launch::new(client, problem, tile, &operands, Some(&output_gradient));
+    let rows = problem.lse_shape().iter().product::<usize>();
+    let keys = problem.batch * problem.kv_heads * problem.seq_kv;
+    let bias_elements = problem.bias.unwrap_or([0; 4]).iter().product::<usize>();
+    let float = problem.dtype.size();
+    let allocate = |wanted: bool, elements: usize| wanted.then(|| client.empty(elements * float));
+    let gradients = Gradients {
+        query: allocate(wanted.query, rows * problem.head_dim),
+        key: allocate(wanted.key, keys * problem.head_dim),
+        value: allocate(wanted.value, keys * problem.value_dim),
+        bias: allocate(wanted.bias, bias_elements),
+    };
+    let row_statistics =
+        portable.row_statistics(output, statistics, &output_gradient, &lse_gradient);
+    let backward = Backward {
+        launch: &launch,
+        operands: &operands,
+        output_gradient: &output_gradient,
+        row_statistics: &row_statistics,
+        rows,
+    };
+    if let Some(gradient) = gradients.query.clone().filter(|_| rows > 0) {
+        backward.query(gradient);
+    }
+    if keys > 0 {
+        let (key, value) = (gradients.key.clone(), gradients.value.clone());
+        let joint = blueprint.joint_key_value && key.is_some() && value.is_some();
+        if joint {
+            backward.key_value(Sides::BOTH, key, value);
+        } else {
+            if key.is_some() {
+                backward.key_value(Sides::KEY, key, None);
+            }
+            if value.is_some() {
+                backward.key_value(Sides::VALUE, None, value);
+            }
+        }
+    }
+    if let Some(gradient) = gradients.bias.clone().filter(|_| bias_elements > 0) {
+        let bound = portable.bind(operands, false);
+        portable.bias_gradient(bound, output_gradient, row_statistics, gradient);
+    }
+    gradients
+}
+
+/// What the gradient kernels of one call read.
+struct Backward<'a> {
+    launch: &'a Launch<'a>,
+    operands: &'a Operands,
+    output_gradient: &'a TensorBinding,
+    row_statistics: &'a Handle,
+    rows: usize,
+}
+
+impl Backward<'_> {
+    fn query(&self, gradient: Handle) {
+        let (launch, problem) = (self.launch, self.launch.problem);
+        let blocks = launch.blueprint.query_gradient;
+        let cubes = problem.seq_q.div_ceil(blocks.owned()) * problem.batch * problem.heads;
+        let operands = self.operands.clone();
+        let (mask, mask_element) = broadcast_mask(problem, operands.mask);
+        // SAFETY: as in `attention_forward`; each element of the packed gradient is written once.
+        unsafe {
+            query_gradient_kernel::launch_unchecked(
+                launch.client,
+                launch.count(cubes),
+                CubeDim::new_1d(blocks.units() as u32),
+                launch.address_type,
+                launch.vector,
+                operands.query.into_tensor_arg(),
+                operands.key.into_tensor_arg(),
+                operands.value.into_tensor_arg(),
+                optional(&mask),
+                optional(&broadcast_bias(problem, operands.bias)),
+                self.output_gradient.clone().into_tensor_arg(),
+                BufferArg::from_raw_parts(self.row_statistics.clone(), 3 * self.rows),
+                BufferArg::from_raw_parts(gradient, self.rows * problem.head_dim),
+                launch.geometry(),
+                launch.config(blocks),
+                launch.element,
+                mask_element,
+            );
+        }
+    }
+
+    fn key_value(&self, sides: Sides, key: Option<Handle>, value: Option<Handle>) {
+        let (launch, problem) = (self.launch, self.launch.problem);
+        let blocks = launch.blueprint.key_value_gradient;
+        let heads = problem.batch * problem.kv_heads;
+        let cubes = problem.seq_kv.div_ceil(blocks.owned()) * heads;
+        let operands = self.operands.clone();
+        let (mask, mask_element) = broadcast_mask(problem, operands.mask);
+        let bytes = problem.dtype.size();
+        // A side that is not asked for is not written: one vector stands for it.
+        let buffer = |handle: Option<Handle>, features: usize| match handle {
+            Some(handle) => (handle, heads * problem.seq_kv * features),
+            None => (launch.client.empty(8 * bytes), 8),
+        };
+        let (key, key_elements) = buffer(key, problem.head_dim);
+        let (value, value_elements) = buffer(value, problem.value_dim);
+        // SAFETY: as above.
+        unsafe {
+            key_value_gradient_kernel::launch_unchecked(
+                launch.client,
+                launch.count(cubes),
+                CubeDim::new_1d(blocks.units() as u32),
+                launch.address_type,
+                launch.vector,
+                operands.query.into_tensor_arg(),
+                operands.key.into_tensor_arg(),
+                operands.value.into_tensor_arg(),
+                optional(&mask),
+                optional(&broadcast_bias(problem, operands.bias)),
+                self.output_gradient.clone().into_tensor_arg(),
+                BufferArg::from_raw_parts(self.row_statistics.clone(), 3 * self.rows),
+                BufferArg::from_raw_parts(key, key_elements),
+                BufferArg::from_raw_parts(value, value_elements),
+                launch.geometry(),
+                sides,
+                launch.config(blocks),
+                launch.element,
+                mask_element,
+            );
+        }
+    }
 }
 
 /// What the launches of one call have in common.

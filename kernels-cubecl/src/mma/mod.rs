@@ -19,6 +19,19 @@
 //! O / l through shared memory; m and ln l to global memory
 //! ```
 //!
+//! The backward kernels rebuild `P = exp((S - m) - ln l)` from two saved numbers a row and form
+//! `dS = P (dP - D)`:
+//!
+//! ```text
+//! query gradient, one cube a query block            key and value gradients, one cube a key block
+//!     for each visible key block                        for each head of the group, query block
+//!         P from S = Q K^T; dP = dO V^T                     P^T from K Q^T; dP^T = V dO^T
+//!         dQ = dQ + dS K                                    dV = dV + P^T dO; dK = dK + dS^T Q
+//! ```
+//!
+//! Nothing is added by atomics: every result is reproducible bit for bit, at the price of two products
+//! more than a single kernel with atomics has.
+//!
 //! One source for both of CubeCL's CUDA generators. Where asynchronous copies are missing a block
 //! waits in registers while the one before it is worked on. Shared tiles have an odd pitch of
 //! 16-byte chunks instead of a swizzle: as free of bank conflicts, and every offset is a constant.
@@ -26,14 +39,17 @@
 mod blueprint;
 mod forward;
 mod fragment;
+mod gradient;
 mod hidden;
+mod key_value_gradient;
 mod launch;
 #[cfg(feature = "machine-code")]
 mod machine_code;
+mod query_gradient;
 mod softmax;
 mod stage;
 
 pub use blueprint::{Blocks, Blueprint, Decline, plan};
-pub use launch::attention_forward;
+pub use launch::{attention_backward, attention_forward};
 #[cfg(feature = "machine-code")]
 pub(crate) use machine_code::specimens;

@@ -121,13 +121,14 @@ pub(crate) fn load_chunk<E: Float, N: Size>(
     loaded
 }
 
-/// Starts rows `first_row ..` on their way to `tile`.
+/// Starts rows `first_row ..` on their way to `tile`, from its chunk `slot` on.
 #[cube]
 pub(crate) fn issue<E: Float, N: Size>(
     x: &Tensor<Vector<E, N>>,
     rows: Rows,
     first_row: i32,
     tile: &mut Shared<[Chunk<E>]>,
+    slot: usize,
     pending: &mut Array<Chunk<E>>,
     #[comptime] staging: Staging,
 ) {
@@ -149,7 +150,7 @@ pub(crate) fn issue<E: Float, N: Size>(
                     rows.base + i as usize * rows.stride + chunk * CHUNK,
                     rows.base,
                 );
-                let to = row * comptime!(pitch(staging.dim)) + chunk;
+                let to = slot + row * comptime!(pitch(staging.dim)) + chunk;
                 copy_chunk::<Vector<E, N>, Chunk<E>>(
                     &x.as_slice()[at / CHUNK..at / CHUNK + 1],
                     &tile[to..to + 1],
@@ -174,6 +175,7 @@ pub(crate) fn land<E: Float, N: Size>(
     rows: Rows,
     first_row: i32,
     tile: &mut Shared<[Chunk<E>]>,
+    slot: usize,
     pending: &Array<Chunk<E>>,
     #[comptime] staging: Staging,
 ) {
@@ -187,7 +189,7 @@ pub(crate) fn land<E: Float, N: Size>(
             if comptime!(staging.chunks() % staging.units == 0)
                 || index < comptime!(staging.chunks())
             {
-                let to = index / width * comptime!(pitch(staging.dim)) + index % width;
+                let to = slot + index / width * comptime!(pitch(staging.dim)) + index % width;
                 if comptime!(staging.prefetch) {
                     tile[to] = pending[n];
                 } else {

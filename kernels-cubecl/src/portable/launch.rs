@@ -94,37 +94,15 @@ pub fn attention_backward(
         value: key_value.value(),
         bias: allocate(wanted.bias, bias_elements),
     };
-    let row_statistics = client.empty((3 * rows).max(1) * 4);
-    if rows > 0 {
-        // The saved output is packed, so it is read in fours wherever its gradient is.
-        // SAFETY: one unit writes the three statistics of each row of the buffer allocated above.
-        unsafe {
-            delta_kernel::launch_unchecked(
-                client,
-                launch.count(rows.div_ceil(64)),
-                CubeDim::new_1d(64),
-                launch.address_type,
-                launch.vector_size(),
-                output.into_tensor_arg(),
-                output_gradient.clone().into_tensor_arg(),
-                BufferArg::from_raw_parts(statistics, 2 * rows),
-                optional(&lse_gradient),
-                BufferArg::from_raw_parts(row_statistics.clone(), 3 * rows),
-                launch.geometry(),
-                launch.config,
-                launch.element,
-            );
-        }
-    }
-    let packed = blueprint
-        .packed_key_value
-        .then(|| launch.pack(&operands.key, &operands.value));
-    let (key, value) = match packed {
-        Some(packed) => (packed, None),
-        None => (operands.key, Some(operands.value)),
-    };
-    let (mask, mask_element) = broadcast_mask(problem, operands.mask);
-    let bias = broadcast_bias(problem, operands.bias);
+    let row_statistics = launch.row_statistics(output, statistics, &output_gradient, &lse_gradient);
+    let Bound {
+        query,
+        key,
+        value,
+        mask,
+        mask_element,
+        bias,
+    } = launch.bind(operands.clone(), blueprint.packed_key_value);
     let dim = CubeDim::new_1d(tile.units());
     if let Some(gradient) = gradients.query.clone().filter(|_| rows > 0) {
         let cubes = problem.seq_q.div_ceil(tile.block_q()) * problem.batch * problem.heads;
@@ -136,7 +114,7 @@ pub fn attention_backward(
                 dim,
                 launch.address_type,
                 launch.vector_size(),
-                operands.query.clone().into_tensor_arg(),
+                query.clone().into_tensor_arg(),
                 key.clone().into_tensor_arg(),
                 optional(&value),
                 optional(&mask),
@@ -164,7 +142,7 @@ pub fn attention_backward(
                 dim,
                 launch.address_type,
                 launch.vector_size(),
-                operands.query.clone().into_tensor_arg(),
+                query.clone().into_tensor_arg(),
                 key.clone().into_tensor_arg(),
                 optional(&value),
                 optional(&mask),
@@ -182,36 +160,15 @@ pub fn attention_backward(
         }
     }
     if let Some(gradient) = gradients.bias.clone().filter(|_| bias_elements > 0) {
-        let [batch, heads, seq_q, seq_kv] = bias_shape;
-        let cubes =
-            batch * heads * seq_q.div_ceil(tile.block_q()) * seq_kv.div_ceil(tile.block_kv());
-        // SAFETY: as above.
-        unsafe {
-            bias_gradient_kernel::launch_unchecked(
-                client,
-                launch.count(cubes),
-                dim,
-                launch.address_type,
-                launch.vector_size(),
-                operands.query.into_tensor_arg(),
-                key.into_tensor_arg(),
-                optional(&value),
-                optional(&mask),
-                optional(&bias),
-                output_gradient.into_tensor_arg(),
-                BufferArg::from_raw_parts(row_statistics, 3 * rows),
-                BufferArg::from_raw_parts(gradient, bias_elements),
-                launch.geometry(),
-                BiasShapeLaunch::new(batch, heads, seq_q, seq_kv),
-                BiasBroadcast {
-                    queries: seq_q == 1 && problem.seq_q != 1,
-                    keys: seq_kv == 1 && problem.seq_kv != 1,
-                },
-                launch.config,
-                launch.element,
-                mask_element,
-            );
-        }
+        let bound = Bound {
+            query,
+            key,
+            value,
+            mask,
+            mask_element,
+            bias,
+        };
+        launch.bias_gradient(bound, output_gradient, row_statistics, gradient);
     }
     gradients
 }
@@ -282,8 +239,19 @@ impl KeyValueGradients {
     }
 }
 
+/// Operands as the gradient kernels take them.
+pub(crate) struct Bound {
+    query: TensorBinding,
+    key: TensorBinding,
+    /// None where it lies behind the key.
+    value: Option<TensorBinding>,
+    mask: Option<TensorBinding>,
+    mask_element: ElemType,
+    bias: Option<TensorBinding>,
+}
+
 /// What the launches of one call have in common.
-struct Launch<'a> {
+pub(crate) struct Launch<'a> {
     client: &'a Client,
     problem: &'a Problem,
     config: Config,
@@ -292,7 +260,7 @@ struct Launch<'a> {
 }
 
 impl<'a> Launch<'a> {
-    fn new(
+    pub(crate) fn new(
         client: &'a Client,
         problem: &'a Problem,
         tile: Tile,
@@ -339,6 +307,187 @@ impl<'a> Launch<'a> {
             },
             address_type: AddressType::from_len(longest),
             element: elem_type(problem.dtype),
+        }
+    }
+
+    /// The statistics of each row that the gradient kernels of every family read,
+    /// `[3, batch, heads, seq_q]`: the two saved ones and `D`.
+    pub(crate) fn row_statistics(
+        &self,
+        output: TensorBinding,
+        statistics: Handle,
+        output_gradient: &TensorBinding,
+        lse_gradient: &Option<TensorBinding>,
+    ) -> Handle {
+        let rows = self.problem.lse_shape().iter().product::<usize>();
+        let row_statistics = self.client.empty((3 * rows).max(1) * 4);
+        if rows > 0 {
+            // The saved output is packed, so it is read in fours wherever its gradient is.
+            // SAFETY: one unit writes the three statistics of each row of the buffer allocated
+            // above.
+            unsafe {
+                delta_kernel::launch_unchecked(
+                    self.client,
+                    self.count(rows.div_ceil(64)),
+                    CubeDim::new_1d(64),
+                    self.address_type,
+                    self.vector_size(),
+                    output.into_tensor_arg(),
+                    output_gradient.clone().into_tensor_arg(),
+                    BufferArg::from_raw_parts(statistics, 2 * rows),
+                    optional(lse_gradient),
+                    BufferArg::from_raw_parts(row_statistics.clone(), 3 * rows),
+                    self.geometry(),
+                    self.config,
+                    self.element,
+                );
+            }
+        }
+        row_statistics
+    }
+
+    /// Writes the gradient of the bias, which has elements.
+    pub(crate) fn bias_gradient(
+        &self,
+        operands: Operands,
+        output_gradient: TensorBinding,
+        row_statistics: Handle,
+        gradient: Handle,
+    ) {
+        let problem = self.problem;
+        let tile = self.config.tile;
+        let rows = problem.lse_shape().iter().product::<usize>();
+        let shape = problem.bias.unwrap_or([0; 4]);
+        let [batch, heads, seq_q, seq_kv] = shape;
+        let cubes =
+            batch * heads * seq_q.div_ceil(tile.block_q()) * seq_kv.div_ceil(tile.block_kv());
+        let (mask, mask_element) = broadcast_mask(problem, operands.mask);
+        // SAFETY: the kernel reads rows and positions of the problem only, through the operands'
+        // strides, and writes each element of the packed gradient once.
+        unsafe {
+            bias_gradient_kernel::launch_unchecked(
+                self.client,
+                self.count(cubes),
+                CubeDim::new_1d(tile.units()),
+                self.address_type,
+                self.vector_size(),
+                operands.query.into_tensor_arg(),
+                operands.key.into_tensor_arg(),
+                operands.value.into_tensor_arg(),
+                optional(&mask),
+                optional(&broadcast_bias(problem, operands.bias)),
+                output_gradient.into_tensor_arg(),
+                BufferArg::from_raw_parts(row_statistics, 3 * rows),
+                BufferArg::from_raw_parts(gradient, shape.iter().product()),
+                self.geometry(),
+                BiasShapeLaunch::new(batch, heads, seq_q, seq_kv),
+                BiasBroadcast {
+                    queries: seq_q == 1 && problem.seq_q != 1,
+                    keys: seq_kv == 1 && problem.seq_kv != 1,
+                },
+                self.config,
+                self.element,
+                mask_element,
+            );
+        }
+    }
+
+    /// The statistics of each row that the gradient kernels of every family read,
+    /// `[3, batch, heads, seq_q]`: the two saved ones and `D`.
+    pub(crate) fn row_statistics(
+        &self,
+        output: TensorBinding,
+        statistics: Handle,
+        output_gradient: &TensorBinding,
+        lse_gradient: &Option<TensorBinding>,
+    ) -> Handle {
+        let rows = self.problem.lse_shape().iter().product::<usize>();
+        let row_statistics = self.client.empty((3 * rows).max(1) * 4);
+        if rows > 0 {
+            // The saved output is packed, so it is read in fours wherever its gradient is.
+            // SAFETY: one unit writes the three statistics of each row of the buffer allocated
+            // above.
+            unsafe {
+                delta_kernel::launch_unchecked(
+                    self.client,
+                    self.count(rows.div_ceil(64)),
+                    CubeDim::new_1d(64),
+                    self.address_type,
+                    self.vector_size(),
+                    output.into_tensor_arg(),
+                    output_gradient.clone().into_tensor_arg(),
+                    BufferArg::from_raw_parts(statistics, 2 * rows),
+                    optional(lse_gradient),
+                    BufferArg::from_raw_parts(row_statistics.clone(), 3 * rows),
+                    self.geometry(),
+                    self.config,
+                    self.element,
+                );
+            }
+        }
+        row_statistics
+    }
+
+    /// Writes the gradient of the bias, which has elements.
+    pub(crate) fn bias_gradient(
+        &self,
+        bound: Bound,
+        output_gradient: TensorBinding,
+        row_statistics: Handle,
+        gradient: Handle,
+    ) {
+        let problem = self.problem;
+        let tile = self.config.tile;
+        let rows = problem.lse_shape().iter().product::<usize>();
+        let shape = problem.bias.unwrap_or([0; 4]);
+        let [batch, heads, seq_q, seq_kv] = shape;
+        let cubes =
+            batch * heads * seq_q.div_ceil(tile.block_q()) * seq_kv.div_ceil(tile.block_kv());
+        // SAFETY: the kernel reads rows and positions of the problem only, through the operands'
+        // strides, and writes each element of the packed gradient once.
+        unsafe {
+            bias_gradient_kernel::launch_unchecked(
+                self.client,
+                self.count(cubes),
+                CubeDim::new_1d(tile.units()),
+                self.address_type,
+                self.vector_size(),
+                bound.query.into_tensor_arg(),
+                bound.key.into_tensor_arg(),
+                optional(&bound.value),
+                optional(&bound.mask),
+                optional(&bound.bias),
+                output_gradient.into_tensor_arg(),
+                BufferArg::from_raw_parts(row_statistics, 3 * rows),
+                BufferArg::from_raw_parts(gradient, shape.iter().product()),
+                self.geometry(),
+                BiasShapeLaunch::new(batch, heads, seq_q, seq_kv),
+                BiasBroadcast {
+                    queries: seq_q == 1 && problem.seq_q != 1,
+                    keys: seq_kv == 1 && problem.seq_kv != 1,
+                },
+                self.config,
+                self.element,
+                bound.mask_element,
+            );
+        }
+    }
+
+    /// The operands as the gradient kernels take them.
+    pub(crate) fn bind(&self, operands: Operands, packed_key_value: bool) -> Bound {
+        let (key, value) = if packed_key_value {
+            (self.pack(&operands.key, &operands.value), None)
+        } else {
+            (operands.key, Some(operands.value))
+        };
+        let (mask, mask_element) = broadcast_mask(self.problem, operands.mask);
+        Bound {
+            query: operands.query,
+            key,
+            value,
+            mask,
+            mask_element,
+            bias: broadcast_bias(self.problem, operands.bias),
         }
     }
 

@@ -34,6 +34,7 @@ mod stage;
 mod tile;
 
 pub use blueprint::{Blueprint, plan};
+pub(crate) use launch::Launch;
 pub use launch::{attention_backward, attention_forward};
 #[cfg(feature = "machine-code")]
 pub(crate) use machine_code::specimens;

@@ -1,0 +1,533 @@
+//! The key and value gradients: one cube for each block of keys of a key head.
+//!
+//! `dV = sum over queries of P^T dO` and `dK = scale * sum over queries of dT^T Q`, over all query
+//! heads that read the key head, one after the other: no atomics, so the sums are reproducible.
+//! Scores are computed transposed, keys along the rows: so the sums of `K Q^T` and `V dO^T` are the
+//! weights of the two products that follow.
+
+use super::blueprint::Config;
+use super::forward::{share_rows, store_rows};
+use super::fragment::{
+    Chunk, along_columns, along_rows, as_weights, chunks, dot_products, further, pitch,
+    weighted_sum, zeros,
+};
+use super::gradient::{
+    Block, keep_dots, load_statistics, rebuild_probabilities, scale_all, score_gradients,
+    store_statistics,
+};
+use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
+use super::softmax::Position;
+use super::stage::{issue, land, rows_of};
+use crate::schedule::{Geometry, queries_of_block, wholly_visible};
+use cubecl::prelude::*;
+
+/// Which gradients a launch computes. Two launches take half the registers of one, and repeat a
+/// product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Sides {
+    pub key: bool,
+    pub value: bool,
+}
+
+impl Sides {
+    pub(crate) const BOTH: Self = Self {
+        key: true,
+        value: true,
+    };
+    pub(crate) const KEY: Self = Self {
+        key: true,
+        value: false,
+    };
+    pub(crate) const VALUE: Self = Self {
+        key: false,
+        value: true,
+    };
+}
+
+/// Writes the gradients asked for, packed: of the key `[batch, kv_heads, seq_kv, head_dim]`, of the
+/// value `[batch, kv_heads, seq_kv, value_dim]`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
+    query: &Tensor<Vector<E, N>>,
+    key: &Tensor<Vector<E, N>>,
+    value: &Tensor<Vector<E, N>>,
+    mask: ComptimeOption<&Tensor<M>>,
+    bias: ComptimeOption<&Tensor<E>>,
+    output_gradient: &Tensor<Vector<E, N>>,
+    row_statistics: &[f32],
+    key_gradient: &mut [Vector<E, N>],
+    value_gradient: &mut [Vector<E, N>],
+    geometry: Geometry,
+    #[comptime] sides: Sides,
+    #[comptime] config: Config,
+    #[define(E)] _element: ElemType,
+    #[define(M)] _mask_element: ElemType,
+) {
+    let blocks = comptime!(config.blocks);
+    let block_kv = comptime!(blocks.owned());
+    let block_q = comptime!(blocks.walked);
+    let row_tiles = comptime!(blocks.row_tiles);
+    let query_tiles = comptime!(block_q / 8);
+    let key_pitch = comptime!(pitch(config.head_dim));
+    let value_pitch = comptime!(pitch(config.value_dim));
+    let key_columns = comptime!(chunks(config.head_dim));
+    let value_columns = comptime!(chunks(config.value_dim));
+    let instructions = comptime!(config.instructions());
+    let block_of_scores = comptime!(Block {
+        row_tiles,
+        column_tiles: query_tiles,
+        transposed: true,
+        staged: block_q,
+    });
+
+    let kv_heads = geometry.heads / geometry.group;
+    let key_blocks = (geometry.seq_kv as usize).div_ceil(block_kv);
+    let batch_head = CUBE_POS / key_blocks;
+    if batch_head >= geometry.batch * kv_heads {
+        terminate!();
+    }
+    let batch = batch_head / kv_heads;
+    let kv_head = batch_head % kv_heads;
+    // The first block of keys is seen by the most queries where the problem is causal: it starts
+    // first.
+    let first_kv = ((CUBE_POS % key_blocks) * block_kv) as i32;
+    let warp_row = UNIT_POS as usize / 32 * comptime!(16 * row_tiles);
+
+    let key_rows = rows_of(key, batch, kv_head, geometry.seq_kv);
+    let value_rows = rows_of(value, batch, kv_head, geometry.seq_kv);
+
+    let query_slot = comptime!(block_q * key_pitch);
+    let gradient_slot = comptime!(block_q * value_pitch);
+    let mut keys =
+        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * key_pitch), 16usize);
+    let mut values =
+        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * value_pitch), 16usize);
+    let mut queries =
+        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(blocks.stages * query_slot), 16usize);
+    let mut gradients =
+        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(blocks.stages * gradient_slot), 16usize);
+    let mut statistics = Shared::<[f32]>::new_slice(comptime!(blocks.stages * 3 * block_q));
+    let mut flags = row_flags(block_q);
+
+    let key_staging = comptime!(config.staging(block_kv, config.head_dim).direct());
+    let value_staging = comptime!(config.staging(block_kv, config.value_dim).direct());
+    let query_staging = comptime!(config.staging(block_q, config.head_dim));
+    let gradient_staging = comptime!(config.staging(block_q, config.value_dim));
+    // Issued ahead: to a place of its own, or to registers.
+    let ahead = comptime!(!query_staging.asynchronous || blocks.stages == 2);
+    let mut pending_query = Array::<Chunk<E>>::new(comptime!(query_staging.pending()));
+    let mut pending_gradient = Array::<Chunk<E>>::new(comptime!(gradient_staging.pending()));
+    let mut pending_statistics = Array::<f32>::new(3usize);
+
+    let key_place = along_rows(&keys, warp_row, key_pitch, instructions);
+    let value_place = along_rows(&values, warp_row, value_pitch, instructions);
+    let query_place = along_columns(&queries, key_pitch, instructions);
+    let query_sum_place = along_rows(&queries, 0usize, key_pitch, instructions);
+    let gradient_place = along_columns(&gradients, value_pitch, instructions);
+    let gradient_sum_place = along_rows(&gradients, 0usize, value_pitch, instructions);
+
+    // The queries that see some key of the block through the band, in every head of the group.
+    let visible = queries_of_block(&geometry, first_kv, block_kv);
+    let first_block = visible.first as usize / block_q;
+    let end_block = (visible.end as usize).div_ceil(block_q);
+    let per_head = select(end_block > first_block, end_block - first_block, 0usize);
+    let steps = per_head * geometry.group;
+
+    issue(
+        key,
+        key_rows,
+        first_kv,
+        &mut keys,
+        0usize,
+        &mut pending_query,
+        key_staging,
+    );
+    issue(
+        value,
+        value_rows,
+        first_kv,
+        &mut values,
+        0usize,
+        &mut pending_query,
+        value_staging,
+    );
+    land(
+        key,
+        key_rows,
+        first_kv,
+        &mut keys,
+        0usize,
+        &pending_query,
+        key_staging,
+    );
+    land(
+        value,
+        value_rows,
+        first_kv,
+        &mut values,
+        0usize,
+        &pending_query,
+        value_staging,
+    );
+
+    let mut key_sums = zeros(comptime!(if sides.key {
+        row_tiles * key_columns
+    } else {
+        0
+    }));
+    let mut value_sums = zeros(comptime!(if sides.value {
+        row_tiles * value_columns
+    } else {
+        0
+    }));
+    let own = UNIT_POS as usize;
+    if steps > 0 {
+        let at = place_of(0usize, per_head, first_block, kv_head, &geometry, block_q);
+        if comptime!(ahead) {
+            issue(
+                query,
+                rows_of(query, batch, at.head, geometry.seq_q),
+                at.first_query,
+                &mut queries,
+                0usize,
+                &mut pending_query,
+                query_staging,
+            );
+            issue(
+                output_gradient,
+                rows_of(output_gradient, batch, at.head, geometry.seq_q),
+                at.first_query,
+                &mut gradients,
+                0usize,
+                &mut pending_gradient,
+                gradient_staging,
+            );
+        }
+        load_statistics(
+            row_statistics,
+            &mut pending_statistics,
+            batch,
+            at.head,
+            at.first_query + own as i32,
+            &geometry,
+            config,
+        );
+    }
+    for step in 0..steps {
+        let at = place_of(step, per_head, first_block, kv_head, &geometry, block_q);
+        let (head, first_query) = (at.head, at.first_query);
+        let query_rows = rows_of(query, batch, head, geometry.seq_q);
+        let gradient_rows = rows_of(output_gradient, batch, head, geometry.seq_q);
+        let stage = step % blocks.stages;
+        let at_query = stage * query_slot;
+        let at_gradient = stage * gradient_slot;
+        let at_statistics = stage * comptime!(3 * block_q);
+        if comptime!(blocks.stages == 1) {
+            // Every warp is done with the last block.
+            sync_cube();
+        }
+        if comptime!(!ahead) {
+            issue(
+                query,
+                query_rows,
+                first_query,
+                &mut queries,
+                at_query,
+                &mut pending_query,
+                query_staging,
+            );
+            issue(
+                output_gradient,
+                gradient_rows,
+                first_query,
+                &mut gradients,
+                at_gradient,
+                &mut pending_gradient,
+                gradient_staging,
+            );
+        }
+        land(
+            query,
+            query_rows,
+            first_query,
+            &mut queries,
+            at_query,
+            &pending_query,
+            query_staging,
+        );
+        land(
+            output_gradient,
+            gradient_rows,
+            first_query,
+            &mut gradients,
+            at_gradient,
+            &pending_gradient,
+            gradient_staging,
+        );
+        if own < block_q {
+            store_statistics(
+                &pending_statistics,
+                &mut statistics,
+                at_statistics,
+                own,
+                block_q,
+            );
+        }
+        sync_cube();
+        if step + 1 < steps {
+            let next = place_of(step + 1, per_head, first_block, kv_head, &geometry, block_q);
+            if comptime!(ahead) {
+                let other = (stage + 1) % blocks.stages;
+                issue(
+                    query,
+                    rows_of(query, batch, next.head, geometry.seq_q),
+                    next.first_query,
+                    &mut queries,
+                    other * query_slot,
+                    &mut pending_query,
+                    query_staging,
+                );
+                issue(
+                    output_gradient,
+                    rows_of(output_gradient, batch, next.head, geometry.seq_q),
+                    next.first_query,
+                    &mut gradients,
+                    other * gradient_slot,
+                    &mut pending_gradient,
+                    gradient_staging,
+                );
+            }
+            load_statistics(
+                row_statistics,
+                &mut pending_statistics,
+                batch,
+                next.head,
+                next.first_query + own as i32,
+                &geometry,
+                config,
+            );
+        }
+        let edge = comptime!(mask.is_some())
+            || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
+        if edge {
+            lower_flags(&mut flags, query_staging);
+        }
+        let mut probabilities = dot_products::<E>(
+            &keys,
+            key_place,
+            &queries,
+            further(query_place, at_query),
+            row_tiles,
+            query_tiles,
+            config.head_dim,
+            instructions,
+        );
+        let dots = keep_dots(&probabilities, comptime!(row_tiles * query_tiles), config);
+        let position = Position {
+            batch,
+            head,
+            first_query,
+            first_kv: first_kv + warp_row as i32,
+        };
+        rebuild_probabilities::<E, M>(
+            &mut probabilities,
+            &statistics,
+            at_statistics,
+            position,
+            &mask,
+            &bias,
+            &geometry,
+            edge,
+            block_of_scores,
+            config,
+        );
+        let mut score_gradient = if comptime!(sides.key) {
+            dot_products::<E>(
+                &values,
+                value_place,
+                &gradients,
+                further(gradient_place, at_gradient),
+                row_tiles,
+                query_tiles,
+                config.value_dim,
+                instructions,
+            )
+        } else {
+            zeros(0usize)
+        };
+        if comptime!(sides.key) {
+            score_gradients(
+                &mut score_gradient,
+                &probabilities,
+                &dots,
+                &statistics,
+                at_statistics,
+                &geometry,
+                edge,
+                block_of_scores,
+                config,
+            );
+        }
+        let mut flagged = false;
+        if edge {
+            // Every warp is done with queries and output gradients as they are.
+            sync_cube();
+            if comptime!(sides.key) {
+                flag_rows(
+                    &queries,
+                    at_query,
+                    &mut flags,
+                    config.exponent(),
+                    query_staging,
+                );
+            }
+            if comptime!(sides.value) {
+                flag_rows(
+                    &gradients,
+                    at_gradient,
+                    &mut flags,
+                    config.exponent(),
+                    gradient_staging,
+                );
+            }
+            sync_cube();
+            flagged = flags[block_q] != 0;
+            if flagged {
+                clear_flagged_rows(&mut queries, at_query, &flags, query_staging);
+                clear_flagged_rows(&mut gradients, at_gradient, &flags, gradient_staging);
+                sync_cube();
+            }
+        }
+        if comptime!(sides.value) {
+            let weights = as_weights::<E>(&probabilities, row_tiles, query_tiles, instructions);
+            weighted_sum::<E>(
+                &mut value_sums,
+                &weights,
+                &gradients,
+                further(gradient_sum_place, at_gradient),
+                row_tiles,
+                query_tiles,
+                config.value_dim,
+                instructions,
+            );
+            if flagged {
+                add_flagged_rows(
+                    &mut value_sums,
+                    &probabilities,
+                    &flags,
+                    output_gradient,
+                    rows_of(output_gradient, batch, head, geometry.seq_q),
+                    first_query,
+                    row_tiles,
+                    query_tiles,
+                    gradient_staging,
+                );
+            }
+        }
+        if comptime!(sides.key) {
+            let weights = as_weights::<E>(&score_gradient, row_tiles, query_tiles, instructions);
+            weighted_sum::<E>(
+                &mut key_sums,
+                &weights,
+                &queries,
+                further(query_sum_place, at_query),
+                row_tiles,
+                query_tiles,
+                config.head_dim,
+                instructions,
+            );
+            if flagged {
+                add_flagged_rows(
+                    &mut key_sums,
+                    &score_gradient,
+                    &flags,
+                    query,
+                    rows_of(query, batch, head, geometry.seq_q),
+                    first_query,
+                    row_tiles,
+                    query_tiles,
+                    query_staging,
+                );
+            }
+        }
+    }
+
+    // Every warp is done with keys and values; their places are for the gradients.
+    sync_cube();
+    let first_row = batch_head * geometry.seq_kv as usize;
+    if comptime!(sides.key) {
+        scale_all(
+            &mut key_sums,
+            geometry.scale,
+            comptime!(row_tiles * key_columns),
+        );
+        share_rows::<E>(
+            &key_sums,
+            &mut keys,
+            warp_row,
+            row_tiles,
+            config.head_dim,
+            config,
+        );
+    }
+    if comptime!(sides.value) {
+        share_rows::<E>(
+            &value_sums,
+            &mut values,
+            warp_row,
+            row_tiles,
+            config.value_dim,
+            config,
+        );
+    }
+    sync_cube();
+    if comptime!(sides.key) {
+        store_rows::<E, N>(
+            &keys,
+            key_gradient,
+            first_row,
+            first_kv,
+            geometry.seq_kv,
+            block_kv,
+            config.head_dim,
+            config,
+        );
+    }
+    if comptime!(sides.value) {
+        store_rows::<E, N>(
+            &values,
+            value_gradient,
+            first_row,
+            first_kv,
+            geometry.seq_kv,
+            block_kv,
+            config.value_dim,
+            config,
+        );
+    }
+}
+
+/// A block of queries of one of the heads that read the key head.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct QueryBlock {
+    head: usize,
+    first_query: i32,
+}
+
+/// The block of a step: all blocks of the first head, then of the next.
+#[cube]
+fn place_of(
+    step: usize,
+    per_head: usize,
+    first_block: usize,
+    kv_head: usize,
+    geometry: &Geometry,
+    #[comptime] block_q: usize,
+) -> QueryBlock {
+    QueryBlock {
+        head: kv_head * geometry.group + step / per_head,
+        first_query: ((first_block + step % per_head) * block_q) as i32,
+    }
+}
