@@ -62,17 +62,22 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
     // Waits here for the end, so that no register holds it all along.
     let mut stash = Shared::<[u32]>::new_slice(1usize);
     let elected = UNIT_POS == 0;
-    if elected {
-        stash[0] = batch_head as u32;
-    }
     if UNIT_POS < 4 {
         done[UNIT_POS as usize] = 0u32;
     }
-    let query_full = Barrier::shared(1u32, elected);
-    let key_full_0 = Barrier::shared(1u32, elected);
-    let key_full_1 = Barrier::shared(1u32, elected);
-    let value_full_0 = Barrier::shared(1u32, elected);
-    let value_full_1 = Barrier::shared(1u32, elected);
+    let query_full = Barrier::shared_uninit();
+    let key_full_0 = Barrier::shared_uninit();
+    let key_full_1 = Barrier::shared_uninit();
+    let value_full_0 = Barrier::shared_uninit();
+    let value_full_1 = Barrier::shared_uninit();
+    if elected {
+        stash[0] = batch_head as u32;
+        query_full.init_manual(1u32);
+        key_full_0.init_manual(1u32);
+        key_full_1.init_manual(1u32);
+        value_full_0.init_manual(1u32);
+        value_full_1.init_manual(1u32);
+    }
     sync_async_proxy_shared();
     sync_cube();
 
