@@ -59,15 +59,25 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
     let mut value_tiles = Shared::<[E]>::new_aligned_slice(comptime!(2 * value_stage), 1024usize);
     // How many planes are done with a stage of keys (0, 1) and of values (2, 3).
     let mut done = Shared::<[u32]>::new_slice(4usize);
+    // Waits here for the end, so that no register holds it all along.
+    let mut stash = Shared::<[u32]>::new_slice(1usize);
     let elected = UNIT_POS == 0;
     if UNIT_POS < 4 {
         done[UNIT_POS as usize] = 0u32;
     }
-    let query_full = Barrier::shared(1u32, elected);
-    let key_full_0 = Barrier::shared(1u32, elected);
-    let key_full_1 = Barrier::shared(1u32, elected);
-    let value_full_0 = Barrier::shared(1u32, elected);
-    let value_full_1 = Barrier::shared(1u32, elected);
+    let query_full = Barrier::shared_uninit();
+    let key_full_0 = Barrier::shared_uninit();
+    let key_full_1 = Barrier::shared_uninit();
+    let value_full_0 = Barrier::shared_uninit();
+    let value_full_1 = Barrier::shared_uninit();
+    if elected {
+        stash[0] = batch_head as u32;
+        query_full.init_manual(1u32);
+        key_full_0.init_manual(1u32);
+        key_full_1.init_manual(1u32);
+        value_full_0.init_manual(1u32);
+        value_full_1.init_manual(1u32);
+    }
     sync_async_proxy_shared();
     sync_cube();
 
@@ -155,11 +165,9 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
     }
 
     let lane = UNIT_POS % 32;
-    let query_descriptor =
-        row_descriptor(shared_address::<E>(query_tile.as_ptr())) + u64::cast_from(warpgroup * 512);
-    let key_descriptor = row_descriptor(shared_address::<E>(key_tiles.as_ptr()));
+    let query_address = shared_address::<E>(query_tile.as_ptr()) + warpgroup * 8192;
+    let key_address = shared_address::<E>(key_tiles.as_ptr());
     let value_address = shared_address::<E>(value_tiles.as_ptr());
-    let value_descriptor = column_descriptor(value_address, comptime!(panel * 2));
     let done_address = shared_address::<u32>(done.as_ptr());
     let score_body = comptime!(blueprint.products().scores(blueprint.score_registers()));
     let value_body = comptime!(blueprint.products().values(
@@ -168,8 +176,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
     ));
     let last_plane = comptime!(blueprint.warpgroups * 4 - 1);
 
-    // The unit's two rows.
-    let row = own_query + ((UNIT_POS % 128) / 32 * 16 + lane / 4) as i32;
+    let stash_address = shared_address::<u32>(stash.as_ptr());
     let mut rows = RowPair::new(&geometry, blueprint);
     let mut acc = Vector::<f32, O>::new(0.0f32);
     query_full.wait_parity(0u32);
@@ -196,11 +203,12 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
         } else {
             key_full_1.wait_parity(phase);
         }
-        let mut careful = 0u32;
+        // How to multiply: not at all (2), careful of what is not finite (1), or as it is (0).
+        let mut way = 2u32;
         if mine {
             let mut scores = score_product::<S>(
-                query_descriptor,
-                key_descriptor + u64::cast_from(stage * comptime!((key_stage * 2 / 16) as u32)),
+                row_descriptor(query_address),
+                row_descriptor(key_address + stage * comptime!((key_stage * 2) as u32)),
                 comptime!(score_body.clone()),
             );
             if comptime!(blueprint.turns) {
@@ -225,10 +233,11 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
             let edge = comptime!(mask.is_some() || bias.is_some() || blueprint.capped)
                 || !wholly_visible(&geometry, own_query, first_kv, 64usize, block_kv);
             if edge {
+                let unit = unit_again();
                 scores = masked_scores::<E, M, S>(
                     scores,
-                    row,
-                    first_kv + ((lane % 4) * 2) as i32,
+                    own_query + row_of(unit),
+                    first_kv + ((unit % 4) * 2) as i32,
                     batch,
                     head,
                     &mask,
@@ -254,10 +263,10 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
             } else {
                 value_full_1.wait_parity(phase);
             }
+            way = 0u32;
             if edge {
-                careful = non_finite_values(
+                way = non_finite_values(
                     value_address + stage * comptime!((value_stage * 2) as u32),
-                    warpgroup,
                     blueprint,
                 );
             }
@@ -290,13 +299,15 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
         if comptime!(blueprint.turns) {
             take_turn(warpgroup, blueprint.warpgroups);
         }
-        if mine {
-            if careful == 0 {
+        if way < 2 {
+            if way == 0 {
                 acc = value_product::<P, O>(
                     acc,
                     p,
-                    value_descriptor
-                        + u64::cast_from(stage * comptime!((value_stage * 2 / 16) as u32)),
+                    column_descriptor(
+                        value_address + stage * comptime!((value_stage * 2) as u32),
+                        comptime!(panel * 2),
+                    ),
                     comptime!(value_body.clone()),
                 );
             } else {
@@ -332,19 +343,18 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
         }
     }
 
-    let ends = rows.finish(&geometry, blueprint);
+    let batch_head = load_shared(stash_address) as usize;
+    let unit = unit_again();
+    let lane = unit % 32;
+    let row = own_query + row_of(unit);
     let half = heads * geometry.seq_q as usize;
     let pitch = comptime!(blueprint.value_dim / 2);
     #[unroll]
     for r in 0..2usize {
         let i = row + comptime!(r as i32 * 8);
+        let end = rows.finish(&geometry, comptime!(r == 1), blueprint);
         if i < geometry.seq_q {
             let at = batch_head * geometry.seq_q as usize + i as usize;
-            let end = if comptime!(r == 0) {
-                ends.first
-            } else {
-                ends.second
-            };
             if lane % 4 == 0 {
                 statistics[at] = end.maximum;
                 statistics[half + at] = end.log_sum;
@@ -359,6 +369,12 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
             }
         }
     }
+}
+
+/// The first of a unit's two rows within its warpgroup; the other is eight on.
+#[cube]
+fn row_of(unit: u32) -> i32 {
+    ((unit % 128) / 32 * 16 + unit % 32 / 4) as i32
 }
 
 /// Asks for the rows from `row` on of a head, to `tiles[at..]`; past the sequence's end they are 0.
@@ -408,6 +424,8 @@ fn release<E: Float>(
     #[comptime] panels: usize,
     #[comptime] panel: usize,
 ) {
+    // Every lane's reads are back.
+    sync_plane();
     if lane == 0 && more {
         if count_up(counter, last_plane) == last_plane {
             if stage == 0 {
@@ -456,13 +474,14 @@ fn give_turn(warpgroup: u32, #[comptime] warpgroups: u32) {
 
 /// Whether a tile of values holds a number that is not finite; the same for a warpgroup's units.
 #[cube]
-fn non_finite_values(address: u32, warpgroup: u32, #[comptime] blueprint: ForwardBlueprint) -> u32 {
+fn non_finite_values(address: u32, #[comptime] blueprint: ForwardBlueprint) -> u32 {
     let bytes = comptime!(blueprint.value_dim.div_ceil(64) * blueprint.block_kv * 128);
+    let unit = unit_again();
     let mut sum = 0u32;
     #[unroll]
     for part in 0..comptime!(bytes / (128 * 16)) {
         sum = watch_finite(
-            address + (UNIT_POS % 128) * 16 + comptime!((part * 128 * 16) as u32),
+            address + (unit % 128) * 16 + comptime!((part * 128 * 16) as u32),
             sum,
             comptime!(blueprint.element()),
         );
@@ -470,7 +489,7 @@ fn non_finite_values(address: u32, warpgroup: u32, #[comptime] blueprint: Forwar
     let mut found = 0u32;
     #[unroll]
     for w in 0..blueprint.warpgroups {
-        if warpgroup == w {
+        if unit / 128 == w {
             found = warpgroup_any(sum, comptime!(8 + w));
         }
     }

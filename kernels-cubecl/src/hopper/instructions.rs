@@ -184,12 +184,14 @@ pub(crate) fn column_descriptor(address: u32, #[comptime] panel: usize) -> u64 {
     (1u64 << 62) | (64u64 << 32) | (stride << 16) | u64::cast_from((address & 0x3FFFF) >> 4)
 }
 
-/// Adds 1 to a counter in shared memory that returns to 0 after `last`; the value before. Orders the
-/// cube's reads before it ahead of what follows `last`.
+/// Adds 1 to a counter in shared memory that returns to 0 after `last`; the value before.
+///
+/// Relaxed: what it counts are reads that have come back (a product that was waited for), so no fence
+/// has to hold them.
 #[cube]
 pub(crate) fn count_up(address: u32, #[comptime] last: u32) -> u32 {
     let old: u32;
-    gpu_asm!("atom.acq_rel.cta.shared::cta.inc.u32 {old}, [{address}], {last};", address = in(_) address, old = out(_) old);
+    gpu_asm!("atom.relaxed.cta.shared::cta.inc.u32 {old}, [{address}], {last};", address = in(_) address, old = out(_) old);
     old
 }
 
@@ -238,5 +240,30 @@ pub(crate) fn load_shared(address: u32) -> u32 {
     let a = by_value::<u32>(address);
     let y: u32;
     gpu_asm!("ld.shared.b32 {y}, [{a}];", a = in(_) a, y = out(_) y);
+    y
+}
+
+/// `UNIT_POS`, read again instead of kept in a register.
+#[cube]
+pub(crate) fn unit_again() -> u32 {
+    let y: u32;
+    gpu_asm!("mov.u32 {y}, %tid.x;", y = out(_) y, options(nomem));
+    y
+}
+
+/// `1 / x` to one unit in the last place.
+#[cube]
+pub(crate) fn reciprocal(x: f32) -> f32 {
+    let x = by_value::<f32>(x);
+    let y: f32;
+    gpu_asm!("rcp.approx.f32 {y}, {x};", x = in(_) x, y = out(_) y, options(pure, nomem));
+    y
+}
+
+/// Minus infinity, where it is needed instead of in a register all along.
+#[cube]
+pub(crate) fn minus_infinity() -> f32 {
+    let y: f32;
+    gpu_asm!("mov.f32 {y}, 0fFF800000;", y = out(_) y, options(nomem));
     y
 }

@@ -5,7 +5,7 @@
 //! as they are, or, where cap or bias change them, finished scores.
 
 use super::blueprint::ForwardBlueprint;
-use super::instructions::{exp2, exp2_polynomial, pack};
+use super::instructions::{exp2, exp2_polynomial, minus_infinity, pack, reciprocal};
 use crate::schedule::Geometry;
 use crate::score::{finish_score, is_visible, lowest, score_row};
 use cubecl::prelude::*;
@@ -33,13 +33,6 @@ pub(crate) struct RowEnd {
     pub maximum: f32,
     pub log_sum: f32,
     pub inverse: f32,
-}
-
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(crate) struct RowEnds {
-    pub first: RowEnd,
-    pub second: RowEnd,
 }
 
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
@@ -105,52 +98,37 @@ impl RowPair {
         (a0, a1)
     }
 
-    /// Sums over the four units of a row, and what is stored.
-    pub fn finish(&self, geometry: &Geometry, #[comptime] blueprint: ForwardBlueprint) -> RowEnds {
+    /// Sums over the four units of the first or second row, and what is stored.
+    pub fn finish(
+        &self,
+        geometry: &Geometry,
+        #[comptime] second: bool,
+        #[comptime] blueprint: ForwardBlueprint,
+    ) -> RowEnd {
         let unit = if comptime!(blueprint.plain()) {
             geometry.scale.abs()
         } else {
             1.0f32.runtime()
         };
-        RowEnds {
-            first: row_end(
-                self.top_0,
-                self.base_0,
-                self.sum_0,
-                self.factor,
-                unit,
-                geometry.negative_infinity,
-            ),
-            second: row_end(
-                self.top_1,
-                self.base_1,
-                self.sum_1,
-                self.factor,
-                unit,
-                geometry.negative_infinity,
-            ),
+        if comptime!(second) {
+            row_end(self.top_1, self.base_1, self.sum_1, self.factor, unit)
+        } else {
+            row_end(self.top_0, self.base_0, self.sum_0, self.factor, unit)
         }
     }
 }
 
 #[cube]
-fn row_end(
-    top: f32,
-    base: f32,
-    sum: f32,
-    factor: f32,
-    unit: f32,
-    negative_infinity: f32,
-) -> RowEnd {
+fn row_end(top: f32, base: f32, sum: f32, factor: f32, unit: f32) -> RowEnd {
     let pair = sum + plane_shuffle_xor(sum, 1u32);
     let total = pair + plane_shuffle_xor(pair, 2u32);
     // A row that sees nothing: o = 0, lse = 0 + -inf.
     let mut maximum = 0.0f32;
-    let mut log_sum = negative_infinity;
+    let mut log_sum = minus_infinity();
     let mut inverse = 0.0f32;
     if total != 0.0f32 {
         maximum = top * unit;
-        inverse = 1.0f32 / total;
+        inverse = reciprocal(total);
         // Probabilities were relative to the rounded base: back to the maximum without rounding.
         log_sum = total.ln() - LN_2 * fma(top, factor, -max(base * factor, lowest()));
     }
@@ -176,29 +154,23 @@ pub(crate) fn masked_scores<E: Float, M: Int, S: Size>(
     #[comptime] blueprint: ForwardBlueprint,
 ) -> Vector<f32, S> {
     let mut scores = dots;
+    let hidden = minus_infinity();
+    let view_0 = score_row::<E, M>(row, batch, head, mask, bias, geometry);
+    let view_1 = score_row::<E, M>(row + 8, batch, head, mask, bias, geometry);
+    // Key by key, so that a key's number serves both rows and is forgotten.
     #[unroll]
-    for r in 0..2usize {
-        let view = score_row::<E, M>(
-            row + comptime!(8 * r as i32),
-            batch,
-            head,
-            mask,
-            bias,
-            geometry,
-        );
+    for j in 0..comptime!(blueprint.block_kv / 8) {
         #[unroll]
-        for j in 0..comptime!(blueprint.block_kv / 8) {
+        for c in 0..2usize {
+            let key = column + comptime!((8 * j + c) as i32);
             #[unroll]
-            for c in 0..2usize {
+            for r in 0..2usize {
+                let view = if comptime!(r == 0) { view_0 } else { view_1 };
                 let at = comptime!(4 * j + 2 * r + c);
-                let key = column + comptime!((8 * j + c) as i32);
                 if comptime!(blueprint.plain()) {
                     // Below every dot product, so that no base makes a probability of it.
                     let visible = is_visible::<M>(view, key, mask);
-                    scores.insert(
-                        at,
-                        select(visible, scores.extract(at), geometry.negative_infinity),
-                    );
+                    scores.insert(at, select(visible, scores.extract(at), hidden));
                 } else {
                     // Lowest times log2(e) is below what any base comes to.
                     let score = finish_score::<E, M>(
