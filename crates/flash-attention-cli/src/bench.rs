@@ -45,8 +45,8 @@ use std::time::{Duration, Instant};
 /// an output gradient of ones), issued call after call, until the device is done.
 ///
 /// TFLOP/s count 4 * batch * heads * seq^2 * head_dim operations forward, half if causal, 2.5 times
-/// as many backward. Memory is what one call and its inputs take of the device. The exit status is 0
-/// only when every point was right and was measured.
+/// as many backward. Memory is what one call and its inputs take of the device; on the host, all that
+/// the process holds. The exit status is 0 only when every point was right and was measured.
 #[derive(Args)]
 pub struct BenchArgs {
     /// A name that `attn devices` lists [default: the first device with kernels, else the first]
@@ -113,11 +113,12 @@ pub fn execute(args: BenchArgs) -> Outcome<Report> {
     let device = devices::find(args.device.as_deref())?;
     let dtype = dtype(&args, &device)?;
     let points = points(&args, dtype)?;
+    // Before anything is written: the file of peers may be the one that is replaced.
+    let peers = args.peers.as_deref().map(Peers::read).transpose()?;
     let mut csv = args.csv.as_deref().map(create).transpose()?;
     if args.list {
         return list(&points, csv);
     }
-    let peers = args.peers.as_deref().map(Peers::read).transpose()?;
     let plot = args.plot.as_deref().map(create).transpose()?;
     if let Some(csv) = &mut csv {
         csv.write_all(csv_line(&[POINT.as_slice(), RESULT.as_slice()].concat()).as_bytes())?;

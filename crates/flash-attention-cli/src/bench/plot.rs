@@ -16,8 +16,12 @@ const TOP: f64 = 30.0;
 const RIGHT: f64 = 14.0;
 const BOTTOM: f64 = 40.0;
 
-/// Height of the heading with its legend.
-const HEADING: f64 = 64.0;
+/// Height of the title, and of each line of the legend below it.
+const TITLE: f64 = 40.0;
+const LEGEND: f64 = 20.0;
+
+/// Width of a kernel's place in the legend.
+const ENTRY: f64 = 160.0;
 
 /// Panels beside each other at most.
 const COLUMNS: usize = 3;
@@ -47,7 +51,9 @@ pub fn svg(title: &str, found: &[Measured], peers: &Peers) -> String {
     let highest = all().map(|(_, rate)| *rate).fold(0.0, f64::max);
     let columns = panels.len().clamp(1, COLUMNS);
     let width = WIDTH * columns as f64;
-    let height = HEADING + HEIGHT * panels.len().div_ceil(columns) as f64;
+    let beside = ((width - LEFT) / ENTRY) as usize;
+    let heading = TITLE + LEGEND * kernels.len().div_ceil(beside) as f64;
+    let height = heading + HEIGHT * panels.len().div_ceil(columns) as f64;
     let mut out = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
          viewBox=\"0 0 {width} {height}\" font-family=\"sans-serif\" font-size=\"11\">\n\
@@ -59,11 +65,11 @@ pub fn svg(title: &str, found: &[Measured], peers: &Peers) -> String {
         "text-anchor=\"start\" font-size=\"14\"",
         title,
     );
-    legend(&mut out, &kernels, width);
+    legend(&mut out, &kernels, beside);
     for (n, (title, lines)) in panels.iter().enumerate() {
         let at = [
             WIDTH * (n % columns) as f64,
-            HEADING + HEIGHT * (n / columns) as f64,
+            heading + HEIGHT * (n / columns) as f64,
         ];
         panel(&mut out, at, title, lines, &kernels, step(highest));
     }
@@ -100,17 +106,17 @@ fn panels(found: &[Measured], peers: &Peers) -> Vec<(String, Lines)> {
     panels
 }
 
-fn legend(out: &mut String, kernels: &[&str], width: f64) {
-    let room = (width - LEFT) / kernels.len().max(1) as f64;
+/// `beside`: how many kernels have room in a line.
+fn legend(out: &mut String, kernels: &[&str], beside: usize) {
     for (n, kernel) in kernels.iter().enumerate() {
-        let x = LEFT + room.min(150.0) * n as f64;
-        let colour = colour(n);
+        let x = LEFT + ENTRY * (n % beside) as f64;
+        let y = TITLE + LEGEND * (n / beside) as f64;
+        let (end, colour) = (x + 22.0, colour(n));
         let _ = writeln!(
             out,
-            "<line x1=\"{x}\" y1=\"44\" x2=\"{}\" y2=\"44\" stroke=\"{colour}\" stroke-width=\"2.5\"/>",
-            x + 22.0
+            "<line x1=\"{x}\" y1=\"{y}\" x2=\"{end}\" y2=\"{y}\" stroke=\"{colour}\" stroke-width=\"2.5\"/>"
         );
-        label(out, [x + 28.0, 48.0], START, kernel);
+        label(out, [x + 28.0, y + 4.0], START, kernel);
     }
 }
 

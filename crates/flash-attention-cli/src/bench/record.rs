@@ -14,7 +14,7 @@ pub const POINT: [&str; 10] = [
 ];
 
 /// Columns of CSV that say how a point fared, of this program and of `scripts/bench_nvidia.py`.
-pub const RESULT: [&str; 15] = [
+pub const RESULT: [&str; 16] = [
     "kernel",
     "clock",
     "samples",
@@ -27,7 +27,8 @@ pub const RESULT: [&str; 15] = [
     "tflops",
     "peak_share",
     "memory_bytes",
-    "error",
+    "relative_error",
+    "declined",
     "device",
     "hardware",
 ];
@@ -49,7 +50,7 @@ pub struct Measured {
     pub timing: Timing,
     /// Sets of inputs that calls took in turn.
     pub sets: usize,
-    /// The most that one call and its inputs take.
+    /// The most that one call and its inputs take, in bytes.
     pub memory: Option<u64>,
     pub verdicts: Vec<Verdict>,
     /// TFLOP/s of the device at most.
@@ -135,7 +136,7 @@ impl Measured {
             least,
             p10,
             p90,
-            format!("{:.4}", self.tflops()),
+            format!("{:.6}", self.tflops()),
             self.peak_share()
                 .map(|share| format!("{share:.4}"))
                 .unwrap_or_default(),
@@ -145,6 +146,7 @@ impl Measured {
             self.worst()
                 .map(|worst| format!("{:.3e}", worst.error))
                 .unwrap_or_default(),
+            String::new(),
             device.name.clone(),
             device.hardware.clone(),
         ]);
