@@ -430,10 +430,10 @@ mod tests {
             })
             .collect();
         let all = key_gradients(p, &group, &[0, 1, 2, 3, 4, 5, 6, 7, 8]);
-        for j in 0..9 {
+        for (j, all) in all.iter().enumerate() {
             let one = &key_gradients(p, &group, &[j])[0];
-            close("dk", &one.key, &all[j].key);
-            close("dv", &one.value, &all[j].value);
+            close("dk", &one.key, &all.key);
+            close("dv", &one.value, &all.value);
         }
         // Queries 7 and 8 see key 7, and form 8 and 9 scores.
         assert_eq!(scores_formed(p, &[7]), 17);

@@ -240,8 +240,8 @@ fn short(rate: f64) -> String {
 
 fn length(seq: usize) -> String {
     match seq {
-        _ if seq % (1 << 20) == 0 => format!("{}M", seq >> 20),
-        _ if seq % (1 << 10) == 0 => format!("{}k", seq >> 10),
+        _ if seq.is_multiple_of(1 << 20) => format!("{}M", seq >> 20),
+        _ if seq.is_multiple_of(1 << 10) => format!("{}k", seq >> 10),
         _ => seq.to_string(),
     }
 }

@@ -303,6 +303,7 @@ pub mod tests {
     }
 
     #[test]
+    #[cfg(feature = "flex")]
     fn a_row_has_a_cell_for_every_column() {
         let mut device = burn_flash_attention::devices().remove(0);
         device.hardware = "one, \"two\"".to_string();
