@@ -173,3 +173,42 @@ fn wait<T>(future: impl Future<Output = T>) -> T {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::grid::{Choice, Grid};
+    use burn_flash_attention::Dtype;
+
+    /// Catches inputs that stay in a cache between calls, and more sets than a device has room for.
+    #[test]
+    fn sets_of_inputs_pass_the_cache_and_no_more() {
+        let sets_of = |grid: Grid| -> Vec<usize> {
+            let points = grid.points(&Choice::default(), Dtype::BF16);
+            points.iter().map(sets).collect()
+        };
+        // 192 MiB forward, 256 MiB backward.
+        assert_eq!(sets_of(Grid::Paper), [[3; 36], [2; 36]].concat());
+        assert_eq!(sets_of(Grid::Small), [MOST_SETS; 5]);
+        assert_eq!(sets_of(Grid::Long), [2, 1, 1, 1, 1, 1, 1, 1, 1]);
+    }
+
+    #[test]
+    fn a_future_is_waited_for() {
+        let (send, receive) = std::sync::mpsc::channel::<Waker>();
+        let worker = thread::spawn(move || receive.recv().map(Waker::wake));
+        let mut polls = 0;
+        let future = std::future::poll_fn(move |context| {
+            polls += 1;
+            match polls {
+                1 => {
+                    send.send(context.waker().clone()).unwrap();
+                    Poll::Pending
+                }
+                _ => Poll::Ready(polls),
+            }
+        });
+        assert!(wait(future) >= 2);
+        worker.join().unwrap().unwrap();
+    }
+}

@@ -283,4 +283,31 @@ mod tests {
             "{error}"
         );
     }
+
+    /// Catches a comparison that would pass any kernel: outputs of other operands, one at a time.
+    #[test]
+    #[cfg(feature = "flex")]
+    fn outputs_of_other_operands_are_refused() {
+        use crate::bench::call::problem;
+        use crate::bench::grid::{Variant, tests::point};
+        let device = burn::tensor::Device::flex();
+        let mut rng = StdRng::seed_from_u64(2);
+        for variant in Variant::ALL {
+            let point = point(variant, Pass::Training);
+            let problem = problem(&point).unwrap();
+            let [one, other] =
+                [(); 2].map(|()| Operands::draw(&point, &problem, &device, None).unwrap());
+            let right = one.run(&point, &problem).unwrap();
+            let wrong = other.run(&point, &problem).unwrap();
+            let verdicts = verify(&point, &problem, &one, &right, &mut rng).unwrap();
+            assert_eq!(verdicts.len(), 4);
+            for n in 0..4 {
+                let mut outputs = right.clone();
+                outputs[n] = wrong[n].clone();
+                let error = verify(&point, &problem, &one, &outputs, &mut rng).unwrap_err();
+                let says = format!("{} is wrong", ["o", "dq", "dk", "dv"][n]);
+                assert!(error.to_string().starts_with(&says), "{variant}: {error}");
+            }
+        }
+    }
 }
