@@ -14,7 +14,7 @@ use crate::Outcome;
 use crate::devices;
 use crate::failure::guard;
 use crate::report::{Report, Table};
-use burn_flash_attention::{DeviceReport, Dtype, explain};
+use burn_flash_attention::{DeviceReport, Dtype, Explanation, explain};
 use call::Operands;
 use clap::{ArgAction, Args};
 use grid::{Choice, Element, Grid, Pass, Point};
@@ -250,7 +250,7 @@ fn measure(
     let timing = timing::time(point, &problem, device, &sets, samples, deadline)?;
     Ok(Measured {
         point: point.clone(),
-        kernel: explanation.family.to_string(),
+        kernel: kernel(point.pass, &explanation),
         explanation: explanation.to_string(),
         timing,
         sets: count,
@@ -258,6 +258,17 @@ fn measure(
         verdicts,
         peak,
     })
+}
+
+/// The family that serves a pass; of training both, where they differ.
+fn kernel(pass: Pass, explanation: &Explanation) -> String {
+    let (forward, backward) = (explanation.forward.family, explanation.backward.family);
+    match pass {
+        Pass::Forward => forward.to_string(),
+        Pass::Backward => backward.to_string(),
+        Pass::Training if forward == backward => forward.to_string(),
+        Pass::Training => format!("{forward} + {backward}"),
+    }
 }
 
 /// Which points there is time for.

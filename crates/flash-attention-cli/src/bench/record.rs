@@ -45,7 +45,7 @@ pub struct Measured {
     pub point: Point,
     /// The family that served it.
     pub kernel: String,
-    /// The family with its blocks, and why faster ones declined.
+    /// The families with their blocks, and why faster ones declined.
     pub explanation: String,
     pub timing: Timing,
     /// Sets of inputs that calls took in turn.
