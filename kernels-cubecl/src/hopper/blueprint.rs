@@ -293,6 +293,8 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
             form(3, 128, false),
             form(3, 128, true),
             form(3, 112, false),
+            form(3, 112, true),
+            form(2, 64, false),
             form(2, 128, true),
             form(2, 128, false),
             form(2, 160, true),
