@@ -315,6 +315,11 @@ impl Config {
         !self.capped && !self.biased
     }
 
+    /// Whether the largest score belongs to the smallest value that the softmax compares.
+    pub(crate) const fn descending(&self) -> bool {
+        self.plain() && self.negative
+    }
+
     /// The exponent bits of two elements in a word.
     pub(crate) const fn exponent(&self) -> u32 {
         if self.bf16 { 0x7F80_7F80 } else { 0x7C00_7C00 }

@@ -2,11 +2,16 @@
 
 use super::blueprint::Config;
 use super::fragment::{
-    Accumulator, CHUNK, Chunk, Pair, along_columns, along_rows, as_weights, chunks, dot_products,
-    pitch, round_pair, weighted_sum, zeros,
+    Accumulator, CHUNK, Chunk, Pair, Registers, add_weighted_rows, along_columns, along_rows,
+    chunks, dot_products, pitch, round_pair, zeros,
 };
-use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
-use super::softmax::{Position, finish_scores, no_statistics, row_result, softmax_block};
+use super::hidden::{
+    WeightForm, add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags,
+};
+use super::softmax::{
+    Position, exponent_factor, exponentials, finish_scores, no_statistics, raise_maximum,
+    row_result,
+};
 use super::stage::{issue, land, rows_of};
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
 use cubecl::prelude::*;
@@ -187,16 +192,6 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             key_tiles,
             config,
         );
-        softmax_block(
-            &mut scores,
-            &mut out,
-            &mut running,
-            &geometry,
-            key_tiles,
-            value_tiles,
-            config,
-        );
-
         let mut flagged = false;
         if edge {
             flag_rows(
@@ -213,28 +208,60 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
                 sync_cube();
             }
         }
-        let weights = as_weights::<E>(&scores, row_tiles, key_tiles, instructions);
-        weighted_sum::<E>(
+        raise_maximum(
+            &scores,
             &mut out,
-            &weights,
-            &values,
-            value_place,
-            row_tiles,
+            &mut running,
+            &geometry,
             key_tiles,
-            config.value_dim,
-            instructions,
+            value_tiles,
+            config,
         );
+        let factor = exponent_factor(&geometry, config);
         if flagged {
             add_flagged_rows(
                 &mut out,
                 &scores,
+                &running.reference,
+                factor,
                 &flags,
                 value,
                 value_rows,
                 first_kv,
                 row_tiles,
                 key_tiles,
+                comptime!(if config.assembly {
+                    WeightForm::BinaryExponents
+                } else {
+                    WeightForm::Exponents
+                }),
                 value_staging,
+            );
+        }
+        // Exponentials of the next 16 keys and products of these run side by side.
+        #[unroll]
+        for k in 0..comptime!(block_kv / 16) {
+            let mut weights = Sequence::<Registers>::new();
+            #[unroll]
+            for r in 0..row_tiles {
+                weights.push(exponentials::<E>(
+                    &scores,
+                    &mut running,
+                    factor,
+                    r,
+                    comptime!(r * key_tiles + 2 * k),
+                    config,
+                ));
+            }
+            add_weighted_rows::<E>(
+                &mut out,
+                &weights,
+                &values,
+                value_place,
+                row_tiles,
+                k,
+                config.value_dim,
+                instructions,
             );
         }
     }

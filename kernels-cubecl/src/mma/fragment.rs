@@ -313,29 +313,49 @@ pub(crate) fn weighted_sum<E: Float>(
     #[comptime] dim: usize,
     #[comptime] instructions: Instructions,
 ) {
-    let pitch = comptime!(pitch(dim));
-    let column_tiles = comptime!(chunks(dim));
     #[unroll]
     for k in 0..comptime!(weight_tiles / 2) {
+        let mut rows = Sequence::<Registers>::new();
         #[unroll]
-        for n in 0..comptime!(column_tiles / 2) {
-            let columns = load_block(
-                b,
-                b_place,
-                comptime!(k * 16 * pitch + 2 * n),
-                true,
+        for r in 0..row_tiles {
+            rows.push(*weights.index(comptime!(r * (weight_tiles / 2) + k)));
+        }
+        add_weighted_rows(out, &rows, b, b_place, row_tiles, k, dim, instructions);
+    }
+}
+
+/// The part of [`weighted_sum`] of rows `16 k .. 16 k + 16`.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn add_weighted_rows<E: Float>(
+    out: &mut Sequence<Accumulator>,
+    rows: &Sequence<Registers>,
+    b: &Shared<[Chunk<E>]>,
+    b_place: Place,
+    #[comptime] row_tiles: usize,
+    #[comptime] k: usize,
+    #[comptime] dim: usize,
+    #[comptime] instructions: Instructions,
+) {
+    let column_tiles = comptime!(chunks(dim));
+    #[unroll]
+    for n in 0..comptime!(column_tiles / 2) {
+        let columns = load_block(
+            b,
+            b_place,
+            comptime!(k * 16 * pitch(dim) + 2 * n),
+            true,
+            instructions,
+        );
+        #[unroll]
+        for r in 0..row_tiles {
+            multiply_block::<E>(
+                out,
+                *rows.index(r),
+                columns,
+                comptime!(r * column_tiles + 2 * n),
                 instructions,
             );
-            #[unroll]
-            for r in 0..row_tiles {
-                multiply_block::<E>(
-                    out,
-                    *weights.index(comptime!(r * (weight_tiles / 2) + k)),
-                    columns,
-                    comptime!(r * column_tiles + 2 * n),
-                    instructions,
-                );
-            }
         }
     }
 }

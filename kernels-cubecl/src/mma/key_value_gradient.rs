@@ -15,7 +15,9 @@ use super::gradient::{
     Block, keep_dots, load_statistics, rebuild_probabilities, scale_all, score_gradients,
     store_statistics,
 };
-use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
+use super::hidden::{
+    WeightForm, add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags,
+};
 use super::softmax::Position;
 use super::stage::{issue, land, rows_of};
 use crate::schedule::{Geometry, queries_of_block, wholly_visible};
@@ -119,6 +121,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     let mut pending_query = Array::<Chunk<E>>::new(comptime!(query_staging.pending()));
     let mut pending_gradient = Array::<Chunk<E>>::new(comptime!(gradient_staging.pending()));
     let mut pending_statistics = Array::<f32>::new(3usize);
+    let no_reference = Array::<f32>::new(1usize);
 
     let key_place = along_rows(&keys, warp_row, key_pitch, instructions);
     let value_place = along_rows(&values, warp_row, value_pitch, instructions);
@@ -400,6 +403,22 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
             }
         }
         if comptime!(sides.value) {
+            if flagged {
+                add_flagged_rows(
+                    &mut value_sums,
+                    &probabilities,
+                    &no_reference,
+                    0.0f32,
+                    &flags,
+                    output_gradient,
+                    rows_of(output_gradient, batch, head, geometry.seq_q),
+                    first_query,
+                    row_tiles,
+                    query_tiles,
+                    WeightForm::Plain,
+                    gradient_staging,
+                );
+            }
             let weights = as_weights::<E>(&probabilities, row_tiles, query_tiles, instructions);
             weighted_sum::<E>(
                 &mut value_sums,
@@ -411,21 +430,24 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
                 config.value_dim,
                 instructions,
             );
+        }
+        if comptime!(sides.key) {
             if flagged {
                 add_flagged_rows(
-                    &mut value_sums,
-                    &probabilities,
+                    &mut key_sums,
+                    &score_gradient,
+                    &no_reference,
+                    0.0f32,
                     &flags,
-                    output_gradient,
-                    rows_of(output_gradient, batch, head, geometry.seq_q),
+                    query,
+                    rows_of(query, batch, head, geometry.seq_q),
                     first_query,
                     row_tiles,
                     query_tiles,
-                    gradient_staging,
+                    WeightForm::Plain,
+                    query_staging,
                 );
             }
-        }
-        if comptime!(sides.key) {
             let weights = as_weights::<E>(&score_gradient, row_tiles, query_tiles, instructions);
             weighted_sum::<E>(
                 &mut key_sums,
@@ -437,19 +459,6 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
                 config.head_dim,
                 instructions,
             );
-            if flagged {
-                add_flagged_rows(
-                    &mut key_sums,
-                    &score_gradient,
-                    &flags,
-                    query,
-                    rows_of(query, batch, head, geometry.seq_q),
-                    first_query,
-                    row_tiles,
-                    query_tiles,
-                    query_staging,
-                );
-            }
         }
     }
 

@@ -10,7 +10,9 @@ use super::gradient::{
     Block, keep_dots, load_statistics, rebuild_probabilities, scale_all, score_gradients,
     store_statistics,
 };
-use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
+use super::hidden::{
+    WeightForm, add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags,
+};
 use super::softmax::Position;
 use super::stage::{issue, land, rows_of};
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
@@ -132,6 +134,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
         gradient_staging,
     );
     let mut pending_statistics = Array::<f32>::new(3usize);
+    let no_reference = Array::<f32>::new(1usize);
     #[unroll]
     for n in 0..comptime!(block_q.div_ceil(blocks.units())) {
         let row = n * blocks.units() + UNIT_POS as usize;
@@ -310,6 +313,22 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
             block_of_scores,
             config,
         );
+        if flagged {
+            add_flagged_rows(
+                &mut out,
+                &score_gradient,
+                &no_reference,
+                0.0f32,
+                &flags,
+                key,
+                key_rows,
+                first_kv,
+                row_tiles,
+                key_tiles,
+                WeightForm::Plain,
+                key_staging,
+            );
+        }
         let weights = as_weights::<E>(&score_gradient, row_tiles, key_tiles, instructions);
         weighted_sum::<E>(
             &mut out,
@@ -321,19 +340,6 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
             config.head_dim,
             instructions,
         );
-        if flagged {
-            add_flagged_rows(
-                &mut out,
-                &score_gradient,
-                &flags,
-                key,
-                key_rows,
-                first_kv,
-                row_tiles,
-                key_tiles,
-                key_staging,
-            );
-        }
     }
 
     // Every warp is done with the queries; their place is for the gradient.

@@ -5,7 +5,7 @@
 //! own instruction is at hand, else to base e; the base never leaves this file.
 
 use super::blueprint::Config;
-use super::fragment::{Accumulator, Pair, by_value};
+use super::fragment::{Accumulator, Pair, Registers, by_value, round_pair};
 use crate::schedule::Geometry;
 use crate::score::{capped_score, counts, finish_score, lowest, score_row};
 use cubecl::prelude::*;
@@ -74,7 +74,7 @@ pub(crate) fn natural_unit(#[comptime] assembly: bool) -> f32 {
     }
 }
 
-/// What a value is multiplied by to become an exponent. At least so large that minus infinity
+/// The size of what a value is multiplied by to become an exponent. At least so large that minus infinity
 /// stays so; smaller factors make no difference to a probability.
 #[cube]
 fn magnitude(geometry: &Geometry, #[comptime] config: Config) -> f32 {
@@ -103,7 +103,7 @@ pub(crate) fn finish_scores<E: Float, M: Int>(
     if comptime!(config.biased) || edge {
         let lane = UNIT_POS_PLANE;
         let mut hidden = geometry.negative_infinity;
-        if comptime!(config.plain() && config.negative) {
+        if comptime!(config.descending()) {
             hidden = -geometry.negative_infinity;
         }
         #[unroll]
@@ -156,10 +156,10 @@ pub(crate) fn finish_scores<E: Float, M: Int>(
     }
 }
 
-/// Turns values into probabilities against the new maximum, and brings sums and outputs to it.
+/// Takes in the maximum of a block, and brings sums and outputs to it.
 #[cube]
-pub(crate) fn softmax_block(
-    scores: &mut Sequence<Accumulator>,
+pub(crate) fn raise_maximum(
+    scores: &Sequence<Accumulator>,
     out: &mut Sequence<Accumulator>,
     statistics: &mut Statistics,
     geometry: &Geometry,
@@ -168,55 +168,34 @@ pub(crate) fn softmax_block(
     #[comptime] config: Config,
 ) {
     let row_tiles = comptime!(config.blocks.row_tiles);
-    let mut factor = magnitude(geometry, config);
-    let largest = factor;
-    if comptime!(config.plain() && config.negative) {
-        factor = -factor;
-    }
+    let magnitude = magnitude(geometry, config);
     let mut rescale = Array::<f32>::new(comptime!(2 * row_tiles));
     let mut changed = false;
     #[unroll]
-    for r in 0..row_tiles {
+    for row in 0..comptime!(2 * row_tiles) {
+        let (r, half) = comptime!((row / 2, row % 2));
+        let mut highest = statistics.maximum[row];
         #[unroll]
-        for half in 0..2usize {
-            let row = comptime!(2 * r + half);
-            let mut highest = statistics.maximum[row];
+        for n in 0..column_tiles {
+            let pair = scores.index(comptime!(r * column_tiles + n))[half];
             #[unroll]
-            for n in 0..column_tiles {
-                let pair = scores.index(comptime!(r * column_tiles + n))[half];
-                #[unroll]
-                for c in 0..2usize {
-                    if comptime!(config.plain() && config.negative) {
-                        highest = max(highest, -pair.extract(c));
-                    } else {
-                        highest = max(highest, pair.extract(c));
-                    }
+            for c in 0..2usize {
+                if comptime!(config.descending()) {
+                    highest = max(highest, -pair.extract(c));
+                } else {
+                    highest = max(highest, pair.extract(c));
                 }
             }
-            highest = max(highest, plane_shuffle_xor(highest, 1u32));
-            highest = max(highest, plane_shuffle_xor(highest, 2u32));
-            let reference = max(highest * largest, lowest());
-            let alpha = power(statistics.reference[row] - reference, config.assembly);
-            statistics.maximum[row] = highest;
-            statistics.reference[row] = reference;
-            rescale[row] = alpha;
-            changed = changed || alpha != 1.0f32;
-            let mut sum = statistics.sum[row] * alpha;
-            #[unroll]
-            for n in 0..column_tiles {
-                let tile = scores.index_mut(comptime!(r * column_tiles + n));
-                let old = tile[half];
-                let mut new = Pair::<f32>::new(0.0f32);
-                #[unroll]
-                for c in 0..2usize {
-                    let p = power(fma(old.extract(c), factor, -reference), config.assembly);
-                    sum += p;
-                    new.insert(c, p);
-                }
-                tile[half] = new;
-            }
-            statistics.sum[row] = sum;
         }
+        highest = max(highest, plane_shuffle_xor(highest, 1u32));
+        highest = max(highest, plane_shuffle_xor(highest, 2u32));
+        let reference = max(highest * magnitude, lowest());
+        let alpha = power(statistics.reference[row] - reference, config.assembly);
+        statistics.maximum[row] = highest;
+        statistics.reference[row] = reference;
+        statistics.sum[row] *= alpha;
+        rescale[row] = alpha;
+        changed = changed || alpha != 1.0f32;
     }
     // After the first few blocks the maximum seldom moves.
     if plane_any(changed) {
@@ -230,6 +209,45 @@ pub(crate) fn softmax_block(
             }
         }
     }
+}
+
+/// What a value is multiplied by to become an exponent.
+#[cube]
+pub(crate) fn exponent_factor(geometry: &Geometry, #[comptime] config: Config) -> f32 {
+    let mut factor = magnitude(geometry, config);
+    if comptime!(config.descending()) {
+        factor = -factor;
+    }
+    factor
+}
+
+/// The probabilities of two neighbouring column tiles against the maximum, unscaled, as the
+/// weights of a row tile; their sum goes into the statistics before they are rounded.
+#[cube]
+pub(crate) fn exponentials<E: Float>(
+    scores: &Sequence<Accumulator>,
+    statistics: &mut Statistics,
+    factor: f32,
+    #[comptime] row_tile: usize,
+    #[comptime] first_tile: usize,
+    #[comptime] config: Config,
+) -> Registers {
+    let mut registers = Registers::new(0u32);
+    #[unroll]
+    for n in 0..4usize {
+        let row = comptime!(2 * row_tile + n % 2);
+        let values = scores.index(comptime!(first_tile + n / 2))[comptime!(n % 2)];
+        let mut pair = Pair::<f32>::new(0.0f32);
+        #[unroll]
+        for c in 0..2usize {
+            let x = fma(values.extract(c), factor, -statistics.reference[row]);
+            pair.insert(c, power(x, config.assembly));
+        }
+        // In pairs first: a shorter chain of sums.
+        statistics.sum[row] += pair.extract(0usize) + pair.extract(1usize);
+        registers.insert(n, round_pair::<E>(pair, config.instructions()));
+    }
+    by_value::<Registers>(registers)
 }
 
 /// What a row's statistics come to.
