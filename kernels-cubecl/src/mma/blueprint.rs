@@ -181,13 +181,13 @@ const fn staged_twice(warps: usize, row_tiles: usize, walked: usize) -> Blocks {
 const FORWARD: [(usize, &[Blocks], &[Blocks]); 3] = [
     (
         64,
-        &[blocks(4, 2, 128), blocks(4, 1, 32)],
+        &[blocks(4, 2, 64), blocks(4, 1, 32)],
         &[blocks(4, 2, 64), blocks(4, 1, 32)],
     ),
     (
         128,
         &[blocks(4, 2, 64), blocks(4, 2, 32), blocks(4, 1, 32)],
-        &[blocks(8, 1, 64), blocks(4, 1, 32)],
+        &[blocks(4, 2, 32), blocks(4, 1, 32)],
     ),
     (
         256,

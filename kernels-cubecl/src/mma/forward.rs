@@ -10,9 +10,9 @@ use super::hidden::{
 };
 use super::softmax::{
     Position, exponent_factor, exponentials, finish_scores, no_statistics, raise_maximum,
-    row_result,
+    references, row_result,
 };
-use super::stage::{issue, land, rows_of};
+use super::stage::{await_copies, issue, land, rows_of, stage_first};
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
 use cubecl::prelude::*;
 
@@ -66,7 +66,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
         Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * value_pitch), 16usize);
     let mut flags = row_flags(block_kv);
 
-    let query_staging = comptime!(config.staging(block_q, config.head_dim).direct());
+    let query_staging = comptime!(config.staging(block_q, config.head_dim));
     let key_staging = comptime!(config.staging(block_kv, config.head_dim));
     let value_staging = comptime!(config.staging(block_kv, config.value_dim));
     let mut pending_key = Array::<Chunk<E>>::new(comptime!(key_staging.pending()));
@@ -84,22 +84,12 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
     let first_block = visible.first as usize / block_kv;
     let end_block = (visible.end as usize).div_ceil(block_kv);
 
-    issue(
+    stage_first(
         query,
         query_rows,
         first_query,
         &mut queries,
-        0usize,
         &mut pending_key,
-        query_staging,
-    );
-    land(
-        query,
-        query_rows,
-        first_query,
-        &mut queries,
-        0usize,
-        &pending_key,
         query_staging,
     );
     if first_block < end_block {
@@ -218,11 +208,12 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             config,
         );
         let factor = exponent_factor(&geometry, config);
+        let references = references(&running, &geometry, config);
         if flagged {
             add_flagged_rows(
                 &mut out,
                 &scores,
-                &running.reference,
+                &references,
                 factor,
                 &flags,
                 value,
@@ -246,7 +237,8 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             for r in 0..row_tiles {
                 weights.push(exponentials::<E>(
                     &scores,
-                    &mut running,
+                    &references,
+                    &mut running.sum,
                     factor,
                     r,
                     comptime!(r * key_tiles + 2 * k),
@@ -267,6 +259,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
     }
 
     // Every warp is done with the queries; their place is for the outputs.
+    await_copies(query_staging);
     sync_cube();
     let lane = UNIT_POS_PLANE as usize;
     let rows = geometry.batch * geometry.heads * geometry.seq_q as usize;

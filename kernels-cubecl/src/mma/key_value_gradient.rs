@@ -19,7 +19,7 @@ use super::hidden::{
     WeightForm, add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags,
 };
 use super::softmax::Position;
-use super::stage::{issue, land, rows_of};
+use super::stage::{await_copies, issue, land, rows_of, stage_first};
 use crate::schedule::{Geometry, queries_of_block, wholly_visible};
 use cubecl::prelude::*;
 
@@ -112,8 +112,8 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     let mut statistics = Shared::<[f32]>::new_slice(comptime!(blocks.stages * 3 * block_q));
     let mut flags = row_flags(block_q);
 
-    let key_staging = comptime!(config.staging(block_kv, config.head_dim).direct());
-    let value_staging = comptime!(config.staging(block_kv, config.value_dim).direct());
+    let key_staging = comptime!(config.staging(block_kv, config.head_dim));
+    let value_staging = comptime!(config.staging(block_kv, config.value_dim));
     let query_staging = comptime!(config.staging(block_q, config.head_dim));
     let gradient_staging = comptime!(config.staging(block_q, config.value_dim));
     // Issued ahead: to a place of its own, or to registers.
@@ -137,40 +137,20 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     let per_head = select(end_block > first_block, end_block - first_block, 0usize);
     let steps = per_head * geometry.group;
 
-    issue(
+    stage_first(
         key,
         key_rows,
         first_kv,
         &mut keys,
-        0usize,
         &mut pending_query,
         key_staging,
     );
-    issue(
+    stage_first(
         value,
         value_rows,
         first_kv,
         &mut values,
-        0usize,
         &mut pending_query,
-        value_staging,
-    );
-    land(
-        key,
-        key_rows,
-        first_kv,
-        &mut keys,
-        0usize,
-        &pending_query,
-        key_staging,
-    );
-    land(
-        value,
-        value_rows,
-        first_kv,
-        &mut values,
-        0usize,
-        &pending_query,
         value_staging,
     );
 
@@ -463,6 +443,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     }
 
     // Every warp is done with keys and values; their places are for the gradients.
+    await_copies(key_staging);
     sync_cube();
     let first_row = batch_head * geometry.seq_kv as usize;
     if comptime!(sides.key) {

@@ -14,7 +14,7 @@ use super::hidden::{
     WeightForm, add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags,
 };
 use super::softmax::Position;
-use super::stage::{issue, land, rows_of};
+use super::stage::{await_copies, issue, land, rows_of, stage_first};
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
 use cubecl::prelude::*;
 
@@ -78,8 +78,8 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
     let mut statistics = Shared::<[f32]>::new_slice(comptime!(3 * block_q));
     let mut flags = row_flags(block_kv);
 
-    let query_staging = comptime!(config.staging(block_q, config.head_dim).direct());
-    let gradient_staging = comptime!(config.staging(block_q, config.value_dim).direct());
+    let query_staging = comptime!(config.staging(block_q, config.head_dim));
+    let gradient_staging = comptime!(config.staging(block_q, config.value_dim));
     let key_staging = comptime!(config.staging(block_kv, config.head_dim));
     let value_staging = comptime!(config.staging(block_kv, config.value_dim));
     // Issued ahead: to a place of its own, or to registers.
@@ -97,40 +97,20 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
     let first_block = visible.first as usize / block_kv;
     let end_block = (visible.end as usize).div_ceil(block_kv);
 
-    issue(
+    stage_first(
         query,
         query_rows,
         first_query,
         &mut queries,
-        0usize,
         &mut pending_key,
         query_staging,
     );
-    issue(
+    stage_first(
         output_gradient,
         gradient_rows,
         first_query,
         &mut gradients,
-        0usize,
         &mut pending_key,
-        gradient_staging,
-    );
-    land(
-        query,
-        query_rows,
-        first_query,
-        &mut queries,
-        0usize,
-        &pending_key,
-        query_staging,
-    );
-    land(
-        output_gradient,
-        gradient_rows,
-        first_query,
-        &mut gradients,
-        0usize,
-        &pending_key,
         gradient_staging,
     );
     let mut pending_statistics = Array::<f32>::new(3usize);
@@ -343,6 +323,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
     }
 
     // Every warp is done with the queries; their place is for the gradient.
+    await_copies(query_staging);
     sync_cube();
     scale_all(
         &mut out,

@@ -26,8 +26,6 @@ pub(crate) struct Position {
 pub(crate) struct Statistics {
     /// The largest value: of the dot products in the direction of the scale, or of the scores.
     pub maximum: Array<f32>,
-    /// That value as an exponent, rounded; every exponential is taken relative to it.
-    pub reference: Array<f32>,
     /// The lane's part of the sum.
     pub sum: Array<f32>,
 }
@@ -36,19 +34,13 @@ pub(crate) struct Statistics {
 #[cube]
 pub(crate) fn no_statistics(#[comptime] row_tiles: usize) -> Statistics {
     let mut maximum = Array::<f32>::new(comptime!(2 * row_tiles));
-    let mut reference = Array::<f32>::new(comptime!(2 * row_tiles));
     let mut sum = Array::<f32>::new(comptime!(2 * row_tiles));
     #[unroll]
     for r in 0..comptime!(2 * row_tiles) {
         maximum[r] = lowest();
-        reference[r] = lowest();
         sum[r] = 0.0f32;
     }
-    Statistics {
-        maximum,
-        reference,
-        sum,
-    }
+    Statistics { maximum, sum }
 }
 
 /// The base to the power of `x`.
@@ -189,10 +181,11 @@ pub(crate) fn raise_maximum(
         }
         highest = max(highest, plane_shuffle_xor(highest, 1u32));
         highest = max(highest, plane_shuffle_xor(highest, 2u32));
-        let reference = max(highest * magnitude, lowest());
-        let alpha = power(statistics.reference[row] - reference, config.assembly);
+        let alpha = power(
+            reference(statistics.maximum[row], magnitude) - reference(highest, magnitude),
+            config.assembly,
+        );
         statistics.maximum[row] = highest;
-        statistics.reference[row] = reference;
         statistics.sum[row] *= alpha;
         rescale[row] = alpha;
         changed = changed || alpha != 1.0f32;
@@ -211,6 +204,28 @@ pub(crate) fn raise_maximum(
     }
 }
 
+/// The maximum as an exponent, rounded; every exponential is taken relative to it.
+#[cube]
+fn reference(maximum: f32, magnitude: f32) -> f32 {
+    max(maximum * magnitude, lowest())
+}
+
+/// The rows' maxima as exponents.
+#[cube]
+pub(crate) fn references(
+    statistics: &Statistics,
+    geometry: &Geometry,
+    #[comptime] config: Config,
+) -> Array<f32> {
+    let magnitude = magnitude(geometry, config);
+    let mut references = Array::<f32>::new(comptime!(2 * config.blocks.row_tiles));
+    #[unroll]
+    for row in 0..comptime!(2 * config.blocks.row_tiles) {
+        references[row] = reference(statistics.maximum[row], magnitude);
+    }
+    references
+}
+
 /// What a value is multiplied by to become an exponent.
 #[cube]
 pub(crate) fn exponent_factor(geometry: &Geometry, #[comptime] config: Config) -> f32 {
@@ -226,7 +241,8 @@ pub(crate) fn exponent_factor(geometry: &Geometry, #[comptime] config: Config) -
 #[cube]
 pub(crate) fn exponentials<E: Float>(
     scores: &Sequence<Accumulator>,
-    statistics: &mut Statistics,
+    references: &Array<f32>,
+    sums: &mut Array<f32>,
     factor: f32,
     #[comptime] row_tile: usize,
     #[comptime] first_tile: usize,
@@ -240,11 +256,11 @@ pub(crate) fn exponentials<E: Float>(
         let mut pair = Pair::<f32>::new(0.0f32);
         #[unroll]
         for c in 0..2usize {
-            let x = fma(values.extract(c), factor, -statistics.reference[row]);
+            let x = fma(values.extract(c), factor, -references[row]);
             pair.insert(c, power(x, config.assembly));
         }
         // In pairs first: a shorter chain of sums.
-        statistics.sum[row] += pair.extract(0usize) + pair.extract(1usize);
+        sums[row] += pair.extract(0usize) + pair.extract(1usize);
         registers.insert(n, round_pair::<E>(pair, config.instructions()));
     }
     by_value::<Registers>(registers)
@@ -283,7 +299,7 @@ pub(crate) fn row_result(
         let rest = fma(
             highest,
             magnitude(geometry, config),
-            -statistics.reference[row],
+            -reference(highest, magnitude(geometry, config)),
         );
         log_sum = total.ln();
         if comptime!(config.assembly) {

@@ -56,7 +56,7 @@ pub(crate) struct Staging {
 
 impl Staging {
     /// The same, without a stop in registers: for a tile that is staged once.
-    pub(crate) const fn direct(mut self) -> Self {
+    const fn direct(mut self) -> Self {
         self.prefetch = false;
         self
     }
@@ -222,6 +222,32 @@ pub(crate) fn land<E: Float, N: Size>(
                 }
             }
         }
+    }
+}
+
+/// Stages a tile whose place is free from the start: asynchronous copies complete with the next
+/// [`land`] or [`await_copies`].
+#[cube]
+pub(crate) fn stage_first<E: Float, N: Size>(
+    x: &Tensor<Vector<E, N>>,
+    rows: Rows,
+    first_row: i32,
+    tile: &mut Shared<[Chunk<E>]>,
+    pending: &mut Array<Chunk<E>>,
+    #[comptime] staging: Staging,
+) {
+    let direct = comptime!(staging.direct());
+    issue(x, rows, first_row, tile, 0usize, pending, direct);
+    if comptime!(!staging.asynchronous) {
+        land(x, rows, first_row, tile, 0usize, &*pending, direct);
+    }
+}
+
+/// Waits for the unit's asynchronous copies, if any are still on their way.
+#[cube]
+pub(crate) fn await_copies(#[comptime] staging: Staging) {
+    if comptime!(staging.asynchronous) {
+        gpu_asm!("cp.async.wait_group 0;");
     }
 }
 
