@@ -12,8 +12,9 @@
  * Mesa's lavapipe crashes on that, and in SwiftShader the arrays overlap and matrix products come out wrong.
  * The layer gives such variables the right type, one word each, and leaves every other module as it is.
  *
- * With BURN_FLASH_ATTENTION_WGSL=1 in the environment it also hides buffer device addresses, without which
- * CubeCL compiles to WGSL instead: one build then tests both compilers.
+ * With BURN_FLASH_ATTENTION_WEBGPU=1 in the environment the device passes for one of WebGPU's smallest: it
+ * hides buffer device addresses, without which CubeCL compiles to WGSL, and reports no more than the limits
+ * that WebGPU guarantees. One build then tests both compilers and both ends of the limits.
  *
  * It serves a process that uses one driver: the functions of the next layer are kept in plain globals.
  */
@@ -28,6 +29,8 @@ static PFN_vkGetDeviceProcAddr next_device_function;
 static PFN_vkCreateDevice next_create_device;
 static PFN_vkCreateShaderModule next_create_shader_module;
 static PFN_vkGetPhysicalDeviceFeatures2 next_features;
+static PFN_vkGetPhysicalDeviceProperties next_properties;
+static PFN_vkGetPhysicalDeviceProperties2 next_properties2;
 
 /* From the SPIR-V specification, sections 2.3, 3.52.6 and 3.52.8. */
 enum { HEADER_WORDS = 5, BOUND = 3, OP_TYPE_POINTER = 32, OP_VARIABLE = 59, WORKGROUP = 4 };
@@ -73,14 +76,47 @@ static VKAPI_ATTR VkResult VKAPI_CALL create_shader_module(VkDevice device,
     return result;
 }
 
+static int webgpu(void) {
+    const char *set = getenv("BURN_FLASH_ATTENTION_WEBGPU");
+    return set != NULL && strcmp(set, "1") == 0;
+}
+
 static VKAPI_ATTR void VKAPI_CALL features(VkPhysicalDevice physical, VkPhysicalDeviceFeatures2 *found) {
     next_features(physical, found);
-    const char *wgsl = getenv("BURN_FLASH_ATTENTION_WGSL");
-    if (wgsl == NULL || strcmp(wgsl, "1") != 0)
+    if (!webgpu())
         return;
     for (VkBaseOutStructure *next = found->pNext; next != NULL; next = next->pNext)
         if (next->sType == VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_BUFFER_DEVICE_ADDRESS_FEATURES)
             ((VkPhysicalDeviceBufferDeviceAddressFeatures *)next)->bufferDeviceAddress = VK_FALSE;
+}
+
+static void at_most(uint32_t *limit, uint32_t guaranteed) {
+    if (*limit > guaranteed)
+        *limit = guaranteed;
+}
+
+/* From the WebGPU specification, section 3.6.2, the column of default limits. */
+static void lower(VkPhysicalDeviceLimits *limits) {
+    static const uint32_t sizes[3] = {256, 256, 64};
+    if (!webgpu())
+        return;
+    at_most(&limits->maxPerStageDescriptorStorageBuffers, 8);
+    at_most(&limits->maxComputeSharedMemorySize, 16384);
+    at_most(&limits->maxComputeWorkGroupInvocations, 256);
+    for (int axis = 0; axis < 3; axis++) {
+        at_most(&limits->maxComputeWorkGroupSize[axis], sizes[axis]);
+        at_most(&limits->maxComputeWorkGroupCount[axis], 65535);
+    }
+}
+
+static VKAPI_ATTR void VKAPI_CALL properties(VkPhysicalDevice physical, VkPhysicalDeviceProperties *found) {
+    next_properties(physical, found);
+    lower(&found->limits);
+}
+
+static VKAPI_ATTR void VKAPI_CALL properties2(VkPhysicalDevice physical, VkPhysicalDeviceProperties2 *found) {
+    next_properties2(physical, found);
+    lower(&found->properties.limits);
 }
 
 static VKAPI_ATTR VkResult VKAPI_CALL create_instance(const VkInstanceCreateInfo *info,
@@ -100,6 +136,10 @@ static VKAPI_ATTR VkResult VKAPI_CALL create_instance(const VkInstanceCreateInfo
         next_create_device = (PFN_vkCreateDevice)next_instance_function(*instance, "vkCreateDevice");
         next_features = (PFN_vkGetPhysicalDeviceFeatures2)next_instance_function(
             *instance, "vkGetPhysicalDeviceFeatures2");
+        next_properties = (PFN_vkGetPhysicalDeviceProperties)next_instance_function(
+            *instance, "vkGetPhysicalDeviceProperties");
+        next_properties2 = (PFN_vkGetPhysicalDeviceProperties2)next_instance_function(
+            *instance, "vkGetPhysicalDeviceProperties2");
     }
     return result;
 }
@@ -142,6 +182,11 @@ static VKAPI_ATTR PFN_vkVoidFunction VKAPI_CALL instance_function(VkInstance ins
         return (PFN_vkVoidFunction)create_shader_module;
     if (strcmp(name, "vkGetPhysicalDeviceFeatures2") == 0 || strcmp(name, "vkGetPhysicalDeviceFeatures2KHR") == 0)
         return (PFN_vkVoidFunction)features;
+    if (strcmp(name, "vkGetPhysicalDeviceProperties") == 0)
+        return (PFN_vkVoidFunction)properties;
+    if (strcmp(name, "vkGetPhysicalDeviceProperties2") == 0 ||
+        strcmp(name, "vkGetPhysicalDeviceProperties2KHR") == 0)
+        return (PFN_vkVoidFunction)properties2;
     return next_instance_function(instance, name);
 }
 

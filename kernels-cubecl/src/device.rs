@@ -1,6 +1,6 @@
 //! What a device can do, as plain data read once from its client.
 
-use cubecl::features::{MmaConfig, TypeUsage};
+use cubecl::features::{MmaConfig, Tma, TypeUsage};
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use flash_attention_spec::Dtype;
@@ -24,6 +24,8 @@ pub struct Device {
     pub max_cube_count: (u32, u32, u32),
     /// Largest buffer, in bytes.
     pub max_buffer: u64,
+    /// A processor behind a graphics interface, or a CPU: no card.
+    pub software: bool,
     /// Element types it computes with or, as storage, converts to `f32`.
     pub dtypes: Vec<Dtype>,
     /// Matrix-unit instructions, as `m x n x k input -> accumulator`.
@@ -34,6 +36,12 @@ pub struct Device {
     pub ldmatrix: Vec<Dtype>,
     /// Copies from global to shared memory that a kernel does not wait for.
     pub copy_async: bool,
+    /// NVIDIA's compute capability, as `90`.
+    pub cuda_capability: Option<u32>,
+    /// Copies by tensor map between global and shared memory.
+    pub tensor_copies: bool,
+    /// Cubes run side by side on this many processors, where the device says.
+    pub multiprocessors: Option<u32>,
 }
 
 /// The CubeCL element type of `dtype`.
@@ -75,11 +83,19 @@ impl Device {
             max_bindings: hardware.max_bindings,
             max_cube_count: hardware.max_cube_count,
             max_buffer: properties.memory.max_page_size,
+            software: properties.identity.physical.is_none(),
             dtypes,
             matrix_shapes,
             mma_shapes,
             ldmatrix,
             copy_async: properties.features.copy_async,
+            cuda_capability: properties
+                .identity
+                .fingerprint
+                .strip_prefix("ptx_sm")
+                .and_then(|version| version.parse().ok()),
+            tensor_copies: properties.features.tma.contains(Tma::Base),
+            multiprocessors: hardware.num_streaming_multiprocessors,
         }
     }
 }

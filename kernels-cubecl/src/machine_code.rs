@@ -51,6 +51,7 @@ pub(crate) struct Offline {
 pub fn specimens() -> Vec<Specimen> {
     let mut all = crate::portable::specimens();
     all.extend(crate::mma::specimens());
+    all.extend(crate::hopper::specimens());
     all.sort_by(|a, b| a.name.cmp(&b.name));
     all
 }
@@ -77,7 +78,6 @@ impl Specimen {
     }
 
     /// Instructions of one architecture alone.
-    #[allow(dead_code)]
     pub(crate) fn only(self) -> Self {
         Self { only: true, ..self }
     }
@@ -158,6 +158,11 @@ impl Offline {
         } else {
             ComptimeOptionCompilationArg::None
         }
+    }
+
+    /// A scalar of type `usize`.
+    pub fn index(&mut self) -> <usize as LaunchArg>::CompilationArg {
+        <usize as LaunchArg>::register(1, &mut self.launcher)
     }
 
     /// The run-time numbers of a problem.

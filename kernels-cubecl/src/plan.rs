@@ -1,6 +1,12 @@
 //! Which kernels and block sizes serve a problem on a device: a pure function of plain data.
+//!
+//! The portable family serves every valid problem that fits the device. Faster families are asked
+//! first; each serves a problem exactly as the specification has it, or names its reason.
 
 use crate::device::Device;
+use crate::hopper;
+use crate::mma;
+use crate::portable;
 use crate::portable::Tile;
 use flash_attention_spec::{Dtype, Problem};
 use thiserror::Error;
@@ -8,22 +14,11 @@ use thiserror::Error;
 /// Name of the register-tile family that serves every device.
 pub const PORTABLE: &str = "portable";
 
-/// What is decided before a launch. Together with the element type and the options present it
-/// determines the generated code; lengths, strides, batch and heads stay run-time values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Blueprint {
-    /// Blocks of the forward pass.
-    pub forward: Tile,
-    /// Blocks of each backward kernel.
-    pub backward: Tile,
-}
+/// Name of the family on NVIDIA's warpgroup products and tensor copies.
+pub const HOPPER: &str = "hopper";
 
-impl Blueprint {
-    /// The kernel family.
-    pub fn family(&self) -> &'static str {
-        PORTABLE
-    }
-}
+/// Name of the family on NVIDIA's register fragments.
+pub const MMA: &str = "mma";
 
 /// Why no kernel family serves a problem on a device.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -41,7 +36,8 @@ pub enum PlanError {
     },
     /// A kernel needs more buffers than the device binds.
     #[error(
-        "device {device} binds {given} buffers in a kernel, expected at least {expected} for {what}"
+        "device {device} binds {given} buffers in a kernel, expected at least {expected} for \
+         gradients"
     )]
     Bindings {
         /// The device's name.
@@ -50,8 +46,6 @@ pub enum PlanError {
         given: u32,
         /// Buffers needed.
         expected: u32,
-        /// What needs them.
-        what: &'static str,
     },
     /// The smallest blocks need more than the device has.
     #[error(
@@ -80,75 +74,89 @@ pub enum PlanError {
     },
 }
 
+/// What is decided before a launch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Blueprint {
+    /// The portable kernels, which serve what the other families decline.
+    pub portable: portable::Blueprint,
+    /// Warpgroup products and tensor copies for the forward pass, or why not. They also have to be
+    /// able to read the operands as they lie in memory ([`hopper::check_operands`]).
+    pub hopper: Result<hopper::ForwardBlueprint, hopper::Declined>,
+    /// Register fragments, or why not.
+    pub mma: Result<mma::Blueprint, mma::Decline>,
+}
+
+/// One pass of a blueprint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Served {
+    /// The kernel family.
+    pub family: &'static str,
+    /// Queries of a block.
+    pub block_q: usize,
+    /// Keys of a block.
+    pub block_kv: usize,
+}
+
+impl Blueprint {
+    /// What runs the forward pass, on operands that lie packed in memory.
+    pub fn forward(&self) -> Served {
+        if let Ok(hopper) = &self.hopper {
+            return Served {
+                family: HOPPER,
+                block_q: hopper.block_q(),
+                block_kv: hopper.block_kv,
+            };
+        }
+        match &self.mma {
+            Ok(mma) => Served {
+                family: MMA,
+                block_q: mma.forward.owned(),
+                block_kv: mma.forward.walked,
+            },
+            Err(_) => Served::portable(self.portable.forward),
+        }
+    }
+
+    /// What runs the backward pass.
+    pub fn backward(&self) -> Served {
+        match &self.mma {
+            Ok(mma) => Served {
+                family: MMA,
+                block_q: mma.query_gradient.owned(),
+                block_kv: mma.query_gradient.walked,
+            },
+            Err(_) => Served::portable(self.portable.backward),
+        }
+    }
+
+    /// Families that declined, each with its reason.
+    pub fn declined(&self) -> Vec<(&'static str, String)> {
+        let hopper = self.hopper.as_ref().err();
+        let mma = self.mma.as_ref().err();
+        let hopper = hopper.map(|reason| (HOPPER, reason.to_string()));
+        let mma = mma.map(|reason| (MMA, reason.to_string()));
+        hopper.into_iter().chain(mma).collect()
+    }
+}
+
+impl Served {
+    fn portable(tile: Tile) -> Self {
+        Self {
+            family: PORTABLE,
+            block_q: tile.block_q(),
+            block_kv: tile.block_kv(),
+        }
+    }
+}
+
 /// The blueprint of `problem` on `device`.
 ///
 /// # Errors
 /// [`PlanError`] names what the device lacks.
 pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, PlanError> {
-    let name = || device.hardware.clone();
-    if !device.dtypes.contains(&problem.dtype) {
-        let expected: Vec<String> = device.dtypes.iter().map(Dtype::to_string).collect();
-        return Err(PlanError::Dtype {
-            device: name(),
-            given: problem.dtype,
-            expected: expected.join(", "),
-        });
-    }
-    let options = u32::from(problem.mask.is_some()) + u32::from(problem.bias.is_some());
-    // The gradient kernels bind the most: query, key, value, output gradient, row statistics, a
-    // gradient, and the optional operands.
-    let needed = 6 + options;
-    if device.max_bindings < needed {
-        return Err(PlanError::Bindings {
-            device: name(),
-            given: device.max_bindings,
-            expected: needed,
-            what: if options == 2 {
-                "gradients with mask and bias"
-            } else {
-                "gradients"
-            },
-        });
-    }
-    let size = |shape: [usize; 4], bytes: usize| {
-        shape.iter().map(|&n| n as u128).product::<u128>() * bytes as u128
-    };
-    let rows = problem
-        .lse_shape()
-        .map(|n| n as u128)
-        .iter()
-        .product::<u128>();
-    let buffers = [
-        ("output", size(problem.output_shape(), problem.dtype.size())),
-        // Three statistics a row in one buffer.
-        ("lse", rows * 3 * 4),
-    ];
-    for (operand, given) in buffers {
-        if given > u128::from(device.max_buffer) {
-            return Err(PlanError::Buffer {
-                device: name(),
-                operand,
-                given,
-                expected: device.max_buffer,
-            });
-        }
-    }
-    let fits =
-        |tile: &&Tile| tile.shared_memory() <= device.shared_memory && tile.units() <= device.units;
-    // Wide rows of accumulators need many units a row, or they leave the registers.
-    let widest = problem.head_dim.max(problem.value_dim);
-    let order: &[Tile] = if widest > 64 {
-        &[Tile::LARGE, Tile::MEDIUM, Tile::SMALLEST]
-    } else {
-        &[Tile::LARGE, Tile::SMALLEST]
-    };
-    let tile = order.iter().find(fits).ok_or_else(|| PlanError::Cube {
-        device: name(),
-        shared_memory: device.shared_memory,
-        units: device.units,
-    })?;
     Ok(Blueprint {
-        forward: *tile,
-        backward: *tile,
+        portable: portable::plan(problem, device)?,
+        hopper: hopper::plan_forward(problem, device),
+        mma: mma::plan(problem, device),
     })
 }

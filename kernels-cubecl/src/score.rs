@@ -76,16 +76,7 @@ pub(crate) fn finish_score<E: Float, M: Int>(
     #[comptime] capped: bool,
 ) -> f32 {
     let mut score = capped_score(dot, geometry, capped);
-    let mut visible = j >= row.first && j < row.end;
-    #[comptime]
-    match mask {
-        ComptimeOption::Some(mask) => {
-            if visible {
-                visible = mask[row.mask_base + j as usize * mask.stride(3)] == M::from_int(0);
-            }
-        }
-        ComptimeOption::None => {}
-    }
+    let visible = is_visible::<M>(row, j, mask);
     #[comptime]
     match bias {
         ComptimeOption::Some(bias) => {
@@ -96,6 +87,22 @@ pub(crate) fn finish_score<E: Float, M: Int>(
         ComptimeOption::None => {}
     }
     select(visible, score, lowest())
+}
+
+/// Whether a row sees key `j`.
+#[cube]
+pub(crate) fn is_visible<M: Int>(row: ScoreRow, j: i32, mask: &ComptimeOption<&Tensor<M>>) -> bool {
+    let mut visible = j >= row.first && j < row.end;
+    #[comptime]
+    match mask {
+        ComptimeOption::Some(mask) => {
+            if visible {
+                visible = mask[row.mask_base + j as usize * mask.stride(3)] == M::from_int(0);
+            }
+        }
+        ComptimeOption::None => {}
+    }
+    visible
 }
 
 /// Whether a score of [`finish_score`] is visible and above minus infinity; true for NaN, which

@@ -16,11 +16,15 @@ fn webgpu() -> Device {
         max_bindings: 7,
         max_cube_count: (65_535, 65_535, 65_535),
         max_buffer: 128 << 20,
+        software: false,
         dtypes: vec![Dtype::F32],
         matrix_shapes: Vec::new(),
         mma_shapes: Vec::new(),
         ldmatrix: Vec::new(),
         copy_async: false,
+        cuda_capability: None,
+        tensor_copies: false,
+        multiprocessors: None,
     }
 }
 
@@ -35,11 +39,18 @@ fn h200() -> Device {
         max_bindings: 1024,
         max_cube_count: (i32::MAX as u32, 65_535, 65_535),
         max_buffer: 64 << 30,
+        software: false,
         dtypes: Dtype::ALL.to_vec(),
         matrix_shapes: Vec::new(),
-        mma_shapes: Vec::new(),
-        ldmatrix: Vec::new(),
-        copy_async: false,
+        mma_shapes: vec![
+            "16x8x16 f16 -> f32".to_string(),
+            "16x8x16 bf16 -> f32".to_string(),
+        ],
+        ldmatrix: vec![Dtype::F16, Dtype::BF16],
+        copy_async: true,
+        cuda_capability: Some(90),
+        tensor_copies: true,
+        multiprocessors: Some(132),
     }
 }
 
@@ -64,7 +75,7 @@ fn every_blueprint_fits_its_device() {
             for value_dim in [1, 64, 65, 256] {
                 let problem = problem(64, [head_dim, value_dim], Dtype::F32, true, false);
                 let blueprint = plan(&problem, &device).expect("one option fits seven bindings");
-                for tile in [blueprint.forward, blueprint.backward] {
+                for tile in [blueprint.portable.forward, blueprint.portable.backward] {
                     assert!(tile.shared_memory() <= device.shared_memory, "{tile:?}");
                     assert!(tile.units() <= device.units, "{tile:?}");
                 }
@@ -77,32 +88,58 @@ fn every_blueprint_fits_its_device() {
 #[test]
 fn a_large_device_gets_large_blocks() {
     let problem = problem(64, [64, 64], Dtype::F32, false, false);
-    assert_eq!(plan(&problem, &h200()).unwrap().forward, Tile::LARGE);
-    assert_eq!(plan(&problem, &webgpu()).unwrap().forward, Tile::SMALLEST);
-}
-
-/// Catches a launch with more buffers than the device binds.
-#[test]
-fn mask_and_bias_need_eight_bindings() {
-    let both = problem(64, [64, 64], Dtype::F32, true, true);
-    let error = plan(&both, &webgpu()).unwrap_err();
-    assert!(matches!(
-        error,
-        PlanError::Bindings {
-            given: 7,
-            expected: 8,
-            ..
-        }
-    ));
     assert_eq!(
-        error.to_string(),
-        "device webgpu binds 7 buffers in a kernel, expected at least 8 for gradients with mask and bias"
+        plan(&problem, &h200()).unwrap().portable.forward,
+        Tile::LARGE
     );
-    let eight = Device {
-        max_bindings: 8,
+    assert_eq!(
+        plan(&problem, &webgpu()).unwrap().portable.forward,
+        Tile::SMALLEST
+    );
+    let software = Device {
+        software: true,
+        shared_memory: 32 << 10,
         ..webgpu()
     };
-    assert!(plan(&both, &eight).is_ok());
+    let tile = |seq| {
+        let problem = self::problem(seq, [64, 64], Dtype::F32, false, false);
+        plan(&problem, &software).unwrap().portable.forward
+    };
+    assert_eq!(tile(257), Tile::SOFTWARE);
+    assert_eq!(tile(256), Tile::SMALLEST);
+}
+
+/// Catches a launch with more buffers than the device binds: with mask and bias, key and value share
+/// one where there are only seven.
+#[test]
+fn too_few_bindings_pack_key_and_value() {
+    let both = problem(64, [64, 64], Dtype::F32, true, true);
+    let binding = |max_bindings| Device {
+        max_bindings,
+        ..webgpu()
+    };
+    assert!(plan(&both, &binding(7)).unwrap().portable.packed_key_value);
+    assert!(!plan(&both, &binding(8)).unwrap().portable.packed_key_value);
+    let one = problem(64, [64, 64], Dtype::F32, true, false);
+    assert!(!plan(&one, &binding(7)).unwrap().portable.packed_key_value);
+    let error = plan(&both, &binding(6)).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "device webgpu binds 6 buffers in a kernel, expected at least 7 for gradients"
+    );
+}
+
+/// Catches accumulators of both gradients in the registers of a GPU's unit where they do not fit.
+#[test]
+fn wide_heads_compute_key_and_value_gradients_apart() {
+    let together = |dims, device: &Device| {
+        let problem = problem(64, dims, Dtype::F32, false, false);
+        plan(&problem, device).unwrap().portable.key_value_together
+    };
+    assert!(together([64, 64], &h200()));
+    assert!(together([256, 256], &h200()));
+    assert!(together([64, 64], &webgpu()));
+    assert!(!together([256, 256], &webgpu()));
 }
 
 /// Catches an element type that reaches a device without it.

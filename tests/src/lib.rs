@@ -1,7 +1,8 @@
 //! The device matrix: every test runs on every device that is compiled in and found.
 //!
 //! `FLASH_ATTENTION_DEVICES=vulkan,flex` restricts the run to the devices named; one that is named
-//! and absent fails. `FLASH_ATTENTION_GRID=full` widens the grid to the complete products.
+//! and absent fails. `FLASH_ATTENTION_GRID=full` widens the grid to the complete products, and
+//! `FLASH_ATTENTION_PART=2/8` runs the second of eight parts of it, for several processes at once.
 //!
 //! ```sh
 //! cargo test -p flash-attention-tests --no-default-features --features vulkan
@@ -68,6 +69,32 @@ pub fn full_grid() -> bool {
     }
 }
 
+/// The part of the grid that `FLASH_ATTENTION_PART` asks for, as every `parts`-th of `cases`.
+///
+/// # Panics
+/// If it is not `n/parts` with `1 <= n <= parts`.
+pub fn selected_part<T>(cases: Vec<T>) -> Vec<T> {
+    let Ok(part) = env::var("FLASH_ATTENTION_PART") else {
+        return cases;
+    };
+    deal(cases, &part).unwrap_or_else(|message| panic!("{message}"))
+}
+
+/// Part `n` of `parts`, dealt round, so that costly neighbours go to different parts.
+fn deal<T>(cases: Vec<T>, part: &str) -> Result<Vec<T>, String> {
+    let numbers = part
+        .split_once('/')
+        .and_then(|(n, parts)| Some((n.parse::<usize>().ok()?, parts.parse::<usize>().ok()?)));
+    match numbers {
+        Some((n, parts)) if (1..=parts).contains(&n) => {
+            Ok(cases.into_iter().skip(n - 1).step_by(parts).collect())
+        }
+        _ => Err(format!(
+            "FLASH_ATTENTION_PART is {part:?}, expected n/parts with n from 1 to parts"
+        )),
+    }
+}
+
 /// An `f32` tensor of numbers between -1 and 1, the same for the same seed on every device.
 pub fn uniform<const D: usize>(shape: [usize; D], seed: u64, device: &Device) -> Tensor<D> {
     let mut rng = StdRng::seed_from_u64(seed);
@@ -108,5 +135,20 @@ mod tests {
             Err("FLASH_ATTENTION_DEVICES names \"cuda\", found flex, vulkan, vulkan:1".into())
         );
         assert!(select("").is_err());
+    }
+
+    /// Catches parts that leave a case out, and a part that does not exist.
+    #[test]
+    fn parts_cover_everything_once() {
+        let mut dealt: Vec<u32> = (1..=3)
+            .flat_map(|n| deal((0..10).collect(), &format!("{n}/3")).unwrap())
+            .collect();
+        assert_eq!(dealt.len(), 10);
+        dealt.sort_unstable();
+        assert_eq!(dealt, Vec::from_iter(0..10));
+        for wrong in ["0/3", "4/3", "3", "a/b", ""] {
+            let error = deal(vec![1], wrong).unwrap_err();
+            assert!(error.contains("expected n/parts"), "{error}");
+        }
     }
 }

@@ -13,7 +13,8 @@ enum Has {
 struct Backend {
     feature: &'static str,
     compiler: &'static str,
-    family: &'static str,
+    /// Kernel family of f32, and of f16 and bf16.
+    families: [&'static str; 2],
     /// f32, f16, bf16.
     dtypes: [Has; 3],
 }
@@ -21,13 +22,13 @@ struct Backend {
 const fn backend(
     feature: &'static str,
     compiler: &'static str,
-    family: &'static str,
+    families: [&'static str; 2],
     dtypes: [Has; 3],
 ) -> Backend {
     Backend {
         feature,
         compiler,
-        family,
+        families,
         dtypes,
     }
 }
@@ -35,15 +36,20 @@ const fn backend(
 use Has::{Maybe, No, Yes};
 
 const BACKENDS: [Backend; 9] = [
-    backend("flex", "rust", "composed", [Yes, Yes, Yes]),
-    backend("cuda", "llvm", "portable", [Yes, Yes, Maybe]),
-    backend("cuda-nvrtc", "cuda c++", "portable", [Yes, Yes, Maybe]),
-    backend("rocm", "llvm", "portable", [Yes, Yes, Maybe]),
-    backend("metal", "msl", "portable", [Yes, Yes, Maybe]),
-    backend("vulkan", "spirv", "portable", [Yes, Maybe, Maybe]),
-    backend("webgpu", "wgsl", "portable", [Yes, Maybe, No]),
-    backend("wgpu", "wgsl", "portable", [Yes, Maybe, No]),
-    backend("cpu", "llvm", "portable", [Yes, Maybe, Maybe]),
+    backend("flex", "rust", ["composed"; 2], [Yes, Yes, Yes]),
+    backend("cuda", "llvm", ["portable", "mma"], [Yes, Yes, Maybe]),
+    backend(
+        "cuda-nvrtc",
+        "cuda c++",
+        ["portable", "mma"],
+        [Yes, Yes, Maybe],
+    ),
+    backend("rocm", "llvm", ["portable"; 2], [Yes, Yes, Maybe]),
+    backend("metal", "msl", ["portable"; 2], [Yes, Yes, Maybe]),
+    backend("vulkan", "spirv", ["portable"; 2], [Yes, Maybe, Maybe]),
+    backend("webgpu", "wgsl", ["portable"; 2], [Yes, Maybe, No]),
+    backend("wgpu", "wgsl", ["portable"; 2], [Yes, Maybe, No]),
+    backend("cpu", "llvm", ["portable"; 2], [Yes, Maybe, Maybe]),
 ];
 
 fn rendered() -> String {
@@ -61,7 +67,10 @@ fn rendered() -> String {
             "| `{}` | {} | {} | {} | yes |\n",
             backend.feature,
             backend.compiler,
-            backend.family,
+            match backend.families {
+                [f32, half] if f32 == half => f32.to_string(),
+                [f32, half] => format!("{half} (f16, bf16), {f32} (f32)"),
+            },
             cells.join(" | ")
         );
     }
@@ -93,8 +102,10 @@ fn devices_are_what_the_table_says() {
             // A device without what its own compiler needs is served through WGSL.
             .or_else(|| BACKENDS.iter().find(|row| row.compiler == report.compiler))
             .unwrap_or_else(|| panic!("no row for {feature} by {}", report.compiler));
-        assert_eq!(report.forward_family, row.family, "{}", report.name);
-        assert_eq!(report.backward_family, row.family, "{}", report.name);
+        for (dtype, family) in report.forward.iter().chain(&report.backward) {
+            let expected = row.families[usize::from(*dtype != Dtype::F32)];
+            assert_eq!(*family, expected, "{} {dtype}", report.name);
+        }
         for (dtype, has) in [Dtype::F32, Dtype::F16, Dtype::BF16]
             .into_iter()
             .zip(row.dtypes)

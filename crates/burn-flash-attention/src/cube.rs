@@ -11,8 +11,8 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::server::Handle;
 use flash_attention_spec::{Problem, Wanted};
 use kernels_cubecl::device::Device as Limits;
+use kernels_cubecl::operands::Operands;
 use kernels_cubecl::plan::{Blueprint, plan};
-use kernels_cubecl::portable;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The limits of a CubeCL device; none for other backends.
@@ -52,7 +52,7 @@ impl FlashAttentionOps for CubeBackend {
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let like = query.clone();
         let operands = operands(query, key, value, mask, bias);
-        let (output, statistics) = portable::attention_forward(
+        let (output, statistics) = kernels_cubecl::attention_forward(
             &like.client,
             &problem,
             &blueprint(&like, &problem),
@@ -83,7 +83,7 @@ impl FlashAttentionOps for CubeBackend {
         wanted: Wanted,
     ) -> OperandGradients<Self> {
         let like = query.clone();
-        let gradients = portable::attention_backward(
+        let gradients = kernels_cubecl::attention_backward(
             &like.client,
             &problem,
             &blueprint(&like, &problem),
@@ -129,8 +129,8 @@ fn operands(
     value: CubeTensor,
     mask: MaybeBool<CubeBackend>,
     bias: MaybeFloat<CubeBackend>,
-) -> kernels_cubecl::operands::Operands {
-    kernels_cubecl::operands::Operands {
+) -> Operands {
+    Operands {
         query: untile(query).binding(),
         key: untile(key).binding(),
         value: untile(value).binding(),

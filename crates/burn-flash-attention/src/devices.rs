@@ -1,7 +1,7 @@
 //! What is compiled in and found, and which kernels would serve a problem there.
 
 use burn::tensor::{DType, Device};
-use flash_attention_spec::{Dtype, Problem};
+use flash_attention_spec::{Dtype, Operand, Operands, Options, Problem};
 use std::fmt;
 
 /// The family that serves devices without kernels: the recurrence in Burn's own operations.
@@ -46,10 +46,10 @@ pub struct DeviceReport {
     pub max_bindings: Option<u32>,
     /// Matrix-unit instructions, as `m x n x k input -> accumulator`.
     pub matrix_shapes: Vec<String>,
-    /// Kernel family of the forward pass.
-    pub forward_family: &'static str,
-    /// Kernel family of the backward pass.
-    pub backward_family: &'static str,
+    /// Kernel family of the forward pass, for each element type and a `head_dim` of 64.
+    pub forward: Vec<(Dtype, &'static str)>,
+    /// Kernel family of the backward pass, likewise.
+    pub backward: Vec<(Dtype, &'static str)>,
 }
 
 /// Every device that is compiled in and found, in the order of the backend features.
@@ -105,9 +105,27 @@ fn enumerate(kind: burn::tensor::DeviceType) -> Vec<Device> {
 
 fn report(name: String, device: Device) -> DeviceReport {
     let dtypes = dtypes_of(&device);
+    let (mut forward, mut backward) = (Vec::new(), Vec::new());
+    for &dtype in &dtypes {
+        let operand = Operand::new([1, 1, 64, 64], dtype);
+        let operands = Operands {
+            query: operand.clone(),
+            key: operand.clone(),
+            value: operand,
+            mask: None,
+            bias: None,
+        };
+        let problem = Problem::new(&operands, &Options::default());
+        if let Some(served) = problem
+            .ok()
+            .and_then(|problem| explain(&problem, &device).ok())
+        {
+            forward.push((dtype, served.forward.family));
+            backward.push((dtype, served.backward.family));
+        }
+    }
     #[cfg(feature = "cube")]
     if let Some(limits) = crate::cube::limits(&device) {
-        let family = kernels_cubecl::plan::PORTABLE;
         return DeviceReport {
             name,
             device,
@@ -118,8 +136,8 @@ fn report(name: String, device: Device) -> DeviceReport {
             shared_memory: Some(limits.shared_memory),
             max_bindings: Some(limits.max_bindings),
             matrix_shapes: limits.matrix_shapes.clone(),
-            forward_family: family,
-            backward_family: family,
+            forward,
+            backward,
         };
     }
     DeviceReport {
@@ -132,38 +150,49 @@ fn report(name: String, device: Device) -> DeviceReport {
         shared_memory: None,
         max_bindings: None,
         matrix_shapes: Vec::new(),
-        forward_family: COMPOSED,
-        backward_family: COMPOSED,
+        forward,
+        backward,
     }
 }
 
 /// Which kernels serve a problem on a device, and why faster ones do not.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Explanation {
+    /// What runs the forward pass.
+    pub forward: Served,
+    /// What runs the backward pass.
+    pub backward: Served,
+    /// Families that were asked first, each with its reason for declining.
+    pub declined: Vec<(&'static str, String)>,
+}
+
+/// The kernels of one pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Served {
     /// The family that runs.
     pub family: &'static str,
     /// Queries of a block.
     pub block_q: usize,
     /// Keys of a block.
     pub block_kv: usize,
-    /// Families that were asked first, each with its reason for declining.
-    pub declined: Vec<(&'static str, String)>,
-    /// Anything else that happens on the way, such as operands made contiguous.
-    pub notes: Vec<String>,
+}
+
+impl fmt::Display for Served {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            family,
+            block_q,
+            block_kv,
+        } = self;
+        write!(f, "{family}, blocks of {block_q} queries x {block_kv} keys")
+    }
 }
 
 impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{} with blocks of {} queries x {} keys",
-            self.family, self.block_q, self.block_kv
-        )?;
+        write!(f, "forward {}; backward {}", self.forward, self.backward)?;
         for (family, reason) in &self.declined {
             write!(f, "; {family} declined: {reason}")?;
-        }
-        for note in &self.notes {
-            write!(f, "; {note}")?;
         }
         Ok(())
     }
@@ -177,21 +206,27 @@ pub fn explain(problem: &Problem, device: &Device) -> Result<Explanation, crate:
     #[cfg(feature = "cube")]
     if let Some(limits) = crate::cube::limits(device) {
         let blueprint = kernels_cubecl::plan::plan(problem, &limits)?;
+        let served = |served: kernels_cubecl::plan::Served| Served {
+            family: served.family,
+            block_q: served.block_q,
+            block_kv: served.block_kv,
+        };
         return Ok(Explanation {
-            family: blueprint.family(),
-            block_q: blueprint.forward.block_q(),
-            block_kv: blueprint.forward.block_kv(),
-            declined: Vec::new(),
-            notes: Vec::new(),
+            forward: served(blueprint.forward()),
+            backward: served(blueprint.backward()),
+            declined: blueprint.declined(),
         });
     }
     let _ = device;
     let (block_q, block_kv) = crate::composed::blocks(problem);
-    Ok(Explanation {
+    let composed = Served {
         family: COMPOSED,
         block_q,
         block_kv,
+    };
+    Ok(Explanation {
+        forward: composed,
+        backward: composed,
         declined: Vec::new(),
-        notes: Vec::new(),
     })
 }

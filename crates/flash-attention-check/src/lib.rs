@@ -6,6 +6,7 @@
 //! - [`acceptance`] holds a result to the `f64` reference, with that cost as the yardstick.
 //! - [`layout`] lays operands out on a device: slices, swapped axes, expanded heads.
 //! - [`runner`] runs a case on a device and judges every output.
+//! - [`sampled`] is the reference on a few rows and keys of a problem too large for the full table.
 //!
 //! ```
 //! # #[cfg(feature = "flex")] {
@@ -25,6 +26,7 @@ pub mod data;
 pub mod layout;
 pub mod naive;
 pub mod runner;
+pub mod sampled;
 
 pub use acceptance::OutputVerdict;
 pub use cases::{Case, grid};

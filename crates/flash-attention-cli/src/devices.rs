@@ -2,7 +2,7 @@
 
 use crate::Outcome;
 use crate::report::Report;
-use burn_flash_attention::{DeviceReport, devices};
+use burn_flash_attention::{DeviceReport, Dtype, devices};
 use clap::Args;
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -155,9 +155,28 @@ fn lines(report: &DeviceReport) -> [(&'static str, String); 9] {
             "matrix shapes",
             or_dash((!report.matrix_shapes.is_empty()).then(|| report.matrix_shapes.join(", "))),
         ),
-        ("forward", report.forward_family.to_string()),
-        ("backward", report.backward_family.to_string()),
+        ("forward", families(&report.forward)),
+        ("backward", families(&report.backward)),
     ]
+}
+
+/// The one family of every element type, or each family with its element types.
+fn families(served: &[(Dtype, &'static str)]) -> String {
+    let mut grouped: Vec<(&str, Vec<String>)> = Vec::new();
+    for (dtype, family) in served {
+        match grouped.iter_mut().find(|(known, _)| known == family) {
+            Some((_, dtypes)) => dtypes.push(dtype.to_string()),
+            None => grouped.push((family, vec![dtype.to_string()])),
+        }
+    }
+    if let [(family, _)] = grouped[..] {
+        return family.to_string();
+    }
+    let parts = grouped.iter();
+    let parts: Vec<String> = parts
+        .map(|(family, dtypes)| format!("{family} ({})", dtypes.join(", ")))
+        .collect();
+    parts.join(", ")
 }
 
 fn dtypes(report: &DeviceReport) -> Vec<String> {
@@ -174,7 +193,15 @@ fn to_json(report: &DeviceReport) -> Value {
         "shared_memory": report.shared_memory,
         "max_bindings": report.max_bindings,
         "matrix_shapes": report.matrix_shapes,
-        "forward_family": report.forward_family,
-        "backward_family": report.backward_family,
+        "forward": by_dtype(&report.forward),
+        "backward": by_dtype(&report.backward),
     })
+}
+
+fn by_dtype(served: &[(Dtype, &'static str)]) -> Value {
+    let served = served.iter();
+    served
+        .map(|(dtype, family)| (dtype.to_string(), Value::from(*family)))
+        .collect::<serde_json::Map<_, _>>()
+        .into()
 }

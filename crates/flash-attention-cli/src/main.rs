@@ -3,6 +3,7 @@
 //! Each subcommand is a thin layer over a library and returns a [`Report`]; printing, `--json` and
 //! the exit status are decided here, once.
 
+mod bench;
 mod check;
 mod devices;
 mod failure;
@@ -23,7 +24,7 @@ type Outcome<T> = Result<T, Box<dyn Error>>;
 /// Exact blockwise (flash) attention, forward and backward.
 ///
 /// Lists the devices that can compute it, holds them to an f64 reference, runs it on a file of
-/// tensors, and shows the block recurrence step by step. The exit status is 0 only when all is
+/// tensors, measures it, and shows the block recurrence step by step. The exit status is 0 only when all is
 /// well; an error is one line on standard error.
 #[derive(Parser)]
 #[command(name = "attn", version, arg_required_else_help = false)]
@@ -40,6 +41,7 @@ enum Command {
     Devices(devices::DevicesArgs),
     Check(check::CheckArgs),
     Run(run::RunArgs),
+    Bench(bench::BenchArgs),
     Ledger(ledger::LedgerArgs),
 }
 
@@ -61,6 +63,7 @@ fn main() -> ExitCode {
         Command::Devices(args) => devices::execute(args),
         Command::Check(args) => check::execute(args),
         Command::Run(args) => run::execute(args),
+        Command::Bench(args) => bench::execute(args),
         Command::Ledger(args) => ledger::execute(args),
     });
     let failure = match outcome.and_then(|report| print(report, cli.json)) {

@@ -124,7 +124,8 @@ pub fn attention_backward(
         }
     }
     if let Some(gradient) = gradients.bias.clone().filter(|_| bias_elements > 0) {
-        portable.bias_gradient(operands, output_gradient, row_statistics, gradient);
+        let bound = portable.bind(operands, false);
+        portable.bias_gradient(bound, output_gradient, row_statistics, gradient);
     }
     gradients
 }

@@ -2,7 +2,7 @@
 //! the bias was broadcast on, one block of scores after the other.
 
 use super::gradient::{
-    BlockPosition, block_dots, rebuild_probabilities, score_gradients, share_scores,
+    BlockPosition, block_dots, rebuild_probabilities, score_gradients, share_scores, value_dots,
 };
 use super::stage::rows_of;
 use super::tile::{Config, Quad};
@@ -32,7 +32,7 @@ pub(crate) struct BiasBroadcast {
 pub(crate) fn bias_gradient_kernel<E: Float, M: Int, N: Size>(
     query: &Tensor<Vector<E, N>>,
     key: &Tensor<Vector<E, N>>,
-    value: &Tensor<Vector<E, N>>,
+    value: ComptimeOption<&Tensor<Vector<E, N>>>,
     mask: ComptimeOption<&Tensor<M>>,
     bias: ComptimeOption<&Tensor<E>>,
     output_gradient: &Tensor<Vector<E, N>>,
@@ -83,21 +83,19 @@ pub(crate) fn bias_gradient_kernel<E: Float, M: Int, N: Size>(
     let unit_y = UNIT_POS as usize / tile.units_x;
     let mut stage = Shared::<[Quad]>::new_slice(comptime!(tile.stage()));
     let mut shared = Shared::<[Quad]>::new_slice(comptime!(block_q * tile.score_pitch()));
-    let mut dots = Array::<f32>::new(comptime!(tile.rows * 4));
-    let mut probabilities = Array::<f32>::new(comptime!(tile.rows * 4));
-    let mut gradients = Array::<f32>::new(comptime!(tile.rows * 4));
-    let mut total = Array::<f32>::new(comptime!(tile.rows * 4));
+    let mut dots = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
+    let mut probabilities = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
+    let mut gradients = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
+    let mut total = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
     #[unroll]
-    for n in 0..comptime!(tile.rows * 4) {
-        total[n] = 0.0f32;
+    for n in 0..comptime!(tile.rows * tile.columns) {
+        total[n] = Quad::new(0.0);
     }
 
     for batch in bias_batch..end_batch {
         for head in bias_head..end_head {
             let query_rows = rows_of(query, batch, head, geometry.seq_q);
             let key_rows = rows_of(key, batch, head / geometry.group, geometry.seq_kv);
-            let value_rows = rows_of(value, batch, head / geometry.group, geometry.seq_kv);
-            let gradient_rows = rows_of(output_gradient, batch, head, geometry.seq_q);
             for query_block in row..end_row {
                 for key_block in column..end_column {
                     let first_query = (query_block * block_q) as i32;
@@ -132,15 +130,14 @@ pub(crate) fn bias_gradient_kernel<E: Float, M: Int, N: Size>(
                             &geometry,
                             config,
                         );
-                        block_dots(
+                        value_dots(
                             output_gradient,
-                            gradient_rows,
+                            key,
                             value,
-                            value_rows,
                             position,
                             &mut stage,
                             &mut gradients,
-                            config.value_dim,
+                            &geometry,
                             config,
                         );
                         score_gradients(
@@ -152,7 +149,7 @@ pub(crate) fn bias_gradient_kernel<E: Float, M: Int, N: Size>(
                             config,
                         );
                         #[unroll]
-                        for n in 0..comptime!(tile.rows * 4) {
+                        for n in 0..comptime!(tile.rows * tile.columns) {
                             total[n] += gradients[n];
                         }
                     }
@@ -173,9 +170,9 @@ pub(crate) fn bias_gradient_kernel<E: Float, M: Int, N: Size>(
     share_scores(&total, &mut shared, position, config);
     sync_cube();
     let out_rows = comptime!(if broadcast.queries { 1 } else { block_q });
-    let out_quads = comptime!(if broadcast.keys { 1 } else { tile.units_x });
+    let out_quads = comptime!(if broadcast.keys { 1 } else { tile.row_quads() });
     let per_row = comptime!(if broadcast.queries { block_q } else { 1 });
-    let per_quad = comptime!(if broadcast.keys { tile.units_x } else { 1 });
+    let per_quad = comptime!(if broadcast.keys { tile.row_quads() } else { 1 });
     let base = (bias_batch * shape.heads + bias_head) * shape.seq_q;
     #[unroll]
     for n in 0..comptime!((out_rows * out_quads).div_ceil(units)) {

@@ -1,7 +1,9 @@
 //! The forward kernel: one cube for each block of queries of a head.
 
-use super::stage::{rows_of, stage_columns, stage_features};
-use super::tile::{Config, Quad, accumulate_dots, accumulate_rows, column_passes};
+use super::gradient::{BlockPosition, block_dots, share_scores};
+use super::product::multiply_rows;
+use super::stage::rows_of;
+use super::tile::{Columns, Config, Quad, key_of};
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
 use crate::score::{counts, finish_score, lowest, score_row};
 use cubecl::prelude::*;
@@ -26,8 +28,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
     let tile = comptime!(config.tile);
     let block_q = comptime!(tile.block_q());
     let block_kv = comptime!(tile.block_kv());
-    let passes = comptime!(column_passes(tile, config.value_dim));
-    let staged = comptime!(tile.staged_rows());
+    let quads = comptime!(Columns::of(tile, config.value_dim).quads());
 
     let blocks = (geometry.seq_q as usize).div_ceil(block_q);
     let batch_head = CUBE_POS / blocks;
@@ -53,8 +54,8 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
         non_finite[0] = 0u32;
     }
 
-    let mut out = Array::<Quad>::new(comptime!(tile.rows * passes));
-    let mut scores = Array::<f32>::new(comptime!(tile.rows * 4));
+    let mut out = Array::<Quad>::new(comptime!(tile.rows * quads));
+    let mut scores = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
     let mut maximum = Array::<f32>::new(tile.rows);
     let mut sum = Array::<f32>::new(tile.rows);
     #[unroll]
@@ -62,8 +63,8 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
         maximum[r] = lowest();
         sum[r] = 0.0f32;
         #[unroll]
-        for n in 0..passes {
-            out[comptime!(r * passes + n)] = Quad::new(0.0);
+        for n in 0..quads {
+            out[comptime!(r * quads + n)] = Quad::new(0.0);
         }
     }
 
@@ -75,41 +76,27 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
         let edge = comptime!(mask.is_some())
             || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
 
+        let position = BlockPosition {
+            batch,
+            head,
+            first_query,
+            first_kv,
+            unit_x,
+            unit_y,
+        };
+
         // S = Q K^T
-        #[unroll]
-        for n in 0..comptime!(tile.rows * 4) {
-            scores[n] = 0.0f32;
-        }
-        for chunk in 0..comptime!(config.head_dim.div_ceil(4).div_ceil(tile.depth)) {
-            let quad = chunk * tile.depth;
-            sync_cube();
-            stage_features(
-                query,
-                query_rows,
-                first_query,
-                quad,
-                &mut stage,
-                0usize,
-                block_q,
-                false,
-                config.head_dim,
-                config,
-            );
-            stage_features(
-                key,
-                key_rows,
-                first_kv,
-                quad,
-                &mut stage,
-                comptime!(block_q * tile.pitch()),
-                block_kv,
-                true,
-                config.head_dim,
-                config,
-            );
-            sync_cube();
-            accumulate_dots(&stage, &mut scores, unit_x, unit_y, tile);
-        }
+        block_dots(
+            query,
+            query_rows,
+            key,
+            key_rows,
+            position,
+            &mut stage,
+            &mut scores,
+            config.head_dim,
+            config,
+        );
 
         // Scores and their maximum over the row: the unit's own part, then all of them.
         #[unroll]
@@ -125,18 +112,25 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             );
             let mut highest = lowest();
             #[unroll]
-            for c in 0..4usize {
-                let score = finish_score::<E, M>(
-                    scores[comptime!(r * 4 + c)],
-                    view,
-                    first_kv + (unit_x * 4 + c) as i32,
-                    &mask,
-                    &bias,
-                    &geometry,
-                    config.capped,
-                );
-                scores[comptime!(r * 4 + c)] = score;
-                highest = max(highest, score);
+            for c in 0..tile.columns {
+                let index = comptime!(r * tile.columns + c);
+                let dots = scores[index];
+                let mut quad = Quad::new(0.0);
+                #[unroll]
+                for e in 0..4usize {
+                    let score = finish_score::<E, M>(
+                        dots.extract(e),
+                        view,
+                        first_kv + key_of(unit_x, c, e, tile),
+                        &mask,
+                        &bias,
+                        &geometry,
+                        config.capped,
+                    );
+                    quad.insert(e, score);
+                    highest = max(highest, score);
+                }
+                scores[index] = quad;
             }
             partial[row * tile.units_x + unit_x] = highest;
         }
@@ -151,76 +145,48 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             let rescale = (maximum[r] - highest).exp();
             maximum[r] = highest;
             let mut row_sum = sum[r] * rescale;
-            let mut quad = Quad::new(0.0);
             #[unroll]
-            for c in 0..4usize {
-                let score = scores[comptime!(r * 4 + c)];
-                let mut p = 0.0f32;
-                if counts(score) {
-                    p = (score - highest).exp();
+            for c in 0..tile.columns {
+                let index = comptime!(r * tile.columns + c);
+                let row_scores = scores[index];
+                let mut quad = Quad::new(0.0);
+                #[unroll]
+                for e in 0..4usize {
+                    let score = row_scores.extract(e);
+                    let mut p = 0.0f32;
+                    if counts(score) {
+                        p = (score - highest).exp();
+                    }
+                    row_sum += p;
+                    quad.insert(e, p);
                 }
-                row_sum += p;
-                quad.insert(c, p);
+                scores[index] = quad;
             }
             sum[r] = row_sum;
-            probabilities[row * comptime!(tile.score_pitch()) + unit_x] = quad;
             #[unroll]
-            for n in 0..passes {
-                let index = comptime!(r * passes + n);
+            for n in 0..quads {
+                let index = comptime!(r * quads + n);
                 out[index] *= Quad::new(rescale);
             }
         }
 
+        share_scores(&scores, &mut probabilities, position, config);
+
         // O += P V
-        #[unroll]
-        for pass in 0..passes {
-            for part in 0..comptime!(block_kv / staged) {
-                let first = part * staged;
-                sync_cube();
-                stage_columns(
-                    value,
-                    value_rows,
-                    first_kv + first as i32,
-                    &mut stage,
-                    &mut non_finite,
-                    edge,
-                    staged,
-                    pass,
-                    config.value_dim,
-                    config,
-                );
-                sync_cube();
-                if edge && non_finite[0] != 0 {
-                    accumulate_rows(
-                        &probabilities,
-                        &stage,
-                        &mut out,
-                        unit_x,
-                        unit_y,
-                        first,
-                        staged,
-                        pass,
-                        passes,
-                        true,
-                        tile,
-                    );
-                } else {
-                    accumulate_rows(
-                        &probabilities,
-                        &stage,
-                        &mut out,
-                        unit_x,
-                        unit_y,
-                        first,
-                        staged,
-                        pass,
-                        passes,
-                        false,
-                        tile,
-                    );
-                }
-            }
-        }
+        multiply_rows(
+            &probabilities,
+            value,
+            value_rows,
+            first_kv,
+            &mut stage,
+            &mut non_finite,
+            edge,
+            &mut out,
+            unit_x,
+            unit_y,
+            config.value_dim,
+            config,
+        );
     }
 
     // The row sums, over the x units.
@@ -256,12 +222,12 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
                 statistics[statistics_half + at] = log_sum;
             }
             #[unroll]
-            for n in 0..passes {
+            for n in 0..quads {
                 store_quad(
                     output,
                     at * config.value_dim,
                     comptime!(n * tile.units_x) + unit_x,
-                    out[comptime!(r * passes + n)] * Quad::new(inverse),
+                    out[comptime!(r * quads + n)] * Quad::new(inverse),
                     config.value_dim,
                     config,
                 );

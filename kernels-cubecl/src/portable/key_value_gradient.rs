@@ -6,28 +6,38 @@
 use super::forward::store_quad;
 use super::gradient::{
     BlockPosition, block_dots, rebuild_probabilities, score_gradients, share_scores,
-    uncap_gradients,
+    uncap_gradients, value_dots,
 };
-use super::stage::{rows_of, stage_columns};
-use super::tile::{Config, Quad, accumulate_columns, column_passes};
+use super::product::multiply_columns;
+use super::stage::rows_of;
+use super::tile::{Columns, Config, Quad, Tile};
 use crate::schedule::{Geometry, partly_visible, queries_of_block, wholly_visible};
 use cubecl::prelude::*;
 
-/// Writes the gradients that are there, packed: of the key `[batch, kv_heads, seq_kv, head_dim]`,
-/// of the value `[batch, kv_heads, seq_kv, value_dim]`.
+/// Which of the two gradients a launch computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Sides {
+    pub key: bool,
+    pub value: bool,
+}
+
+/// Writes the gradients asked for, packed, into one buffer, so that one kernel computes both within
+/// the bindings of WebGPU: of the key `[batch, kv_heads, seq_kv, head_dim]` at its start, of the
+/// value `[batch, kv_heads, seq_kv, value_dim]` from element `value_start`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     query: &Tensor<Vector<E, N>>,
     key: &Tensor<Vector<E, N>>,
-    value: &Tensor<Vector<E, N>>,
+    value: ComptimeOption<&Tensor<Vector<E, N>>>,
     mask: ComptimeOption<&Tensor<M>>,
     bias: ComptimeOption<&Tensor<E>>,
     output_gradient: &Tensor<Vector<E, N>>,
     row_statistics: &[f32],
     gradient: &mut [Vector<E, N>],
+    value_start: usize,
     geometry: Geometry,
-    #[comptime] of_key: bool,
+    #[comptime] sides: Sides,
     #[comptime] config: Config,
     #[define(E)] _element: ElemType,
     #[define(M)] _mask_element: ElemType,
@@ -35,13 +45,6 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     let tile = comptime!(config.tile);
     let block_q = comptime!(tile.block_q());
     let block_kv = comptime!(tile.block_kv());
-    let dim = comptime!(if of_key {
-        config.head_dim
-    } else {
-        config.value_dim
-    });
-    let passes = comptime!(column_passes(tile, dim));
-    let staged = comptime!(tile.staged_rows().min(block_q));
 
     let kv_heads = geometry.heads / geometry.group;
     let blocks = (geometry.seq_kv as usize).div_ceil(block_kv);
@@ -55,7 +58,6 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     let unit_x = UNIT_POS as usize % tile.units_x;
     let unit_y = UNIT_POS as usize / tile.units_x;
     let key_rows = rows_of(key, batch, kv_head, geometry.seq_kv);
-    let value_rows = rows_of(value, batch, kv_head, geometry.seq_kv);
 
     let mut stage = Shared::<[Quad]>::new_slice(comptime!(tile.stage()));
     let mut shared = Shared::<[Quad]>::new_slice(comptime!(block_q * tile.score_pitch()));
@@ -63,14 +65,11 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     if UNIT_POS == 0 {
         non_finite[0] = 0u32;
     }
-    let mut out = Array::<Quad>::new(comptime!(tile.key_groups() * 4 * passes));
-    #[unroll]
-    for n in 0..comptime!(tile.key_groups() * 4 * passes) {
-        out[n] = Quad::new(0.0);
-    }
-    let mut dots = Array::<f32>::new(comptime!(tile.rows * 4));
-    let mut probabilities = Array::<f32>::new(comptime!(tile.rows * 4));
-    let mut gradients = Array::<f32>::new(comptime!(tile.rows * 4));
+    let mut key_sums = zero_sums(sides.key, config.head_dim, tile);
+    let mut value_sums = zero_sums(sides.value, config.value_dim, tile);
+    let mut dots = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
+    let mut probabilities = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
+    let mut gradients = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
 
     // The queries that see some key of the block through the band.
     let queries = queries_of_block(&geometry, first_kv, block_kv);
@@ -115,16 +114,32 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
                     &geometry,
                     config,
                 );
-                if comptime!(of_key) {
-                    block_dots(
+                if comptime!(sides.value) {
+                    share_scores(&probabilities, &mut shared, position, config);
+                    multiply_columns(
+                        &shared,
                         output_gradient,
                         gradient_rows,
+                        first_query,
+                        &mut stage,
+                        &mut non_finite,
+                        edge,
+                        &mut value_sums,
+                        unit_x,
+                        unit_y,
+                        config.value_dim,
+                        config,
+                    );
+                }
+                if comptime!(sides.key) {
+                    value_dots(
+                        output_gradient,
+                        key,
                         value,
-                        value_rows,
                         position,
                         &mut stage,
                         &mut gradients,
-                        config.value_dim,
+                        &geometry,
                         config,
                     );
                     score_gradients(
@@ -136,79 +151,108 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
                         config,
                     );
                     uncap_gradients(&dots, &mut gradients, &geometry, config);
+                    // The block's dots have met at a barrier since the shared tile was last read.
                     share_scores(&gradients, &mut shared, position, config);
-                } else {
-                    share_scores(&probabilities, &mut shared, position, config);
-                }
-
-                #[unroll]
-                for pass in 0..passes {
-                    for part in 0..comptime!(block_q / staged) {
-                        let first = part * staged;
-                        sync_cube();
-                        if comptime!(of_key) {
-                            stage_columns(
-                                query,
-                                query_rows,
-                                first_query + first as i32,
-                                &mut stage,
-                                &mut non_finite,
-                                edge,
-                                staged,
-                                pass,
-                                dim,
-                                config,
-                            );
-                        } else {
-                            stage_columns(
-                                output_gradient,
-                                gradient_rows,
-                                first_query + first as i32,
-                                &mut stage,
-                                &mut non_finite,
-                                edge,
-                                staged,
-                                pass,
-                                dim,
-                                config,
-                            );
-                        }
-                        sync_cube();
-                        if edge && non_finite[0] != 0 {
-                            accumulate_columns(
-                                &shared, &stage, &mut out, unit_x, unit_y, first, staged, pass,
-                                passes, true, tile,
-                            );
-                        } else {
-                            accumulate_columns(
-                                &shared, &stage, &mut out, unit_x, unit_y, first, staged, pass,
-                                passes, false, tile,
-                            );
-                        }
-                    }
+                    multiply_columns(
+                        &shared,
+                        query,
+                        query_rows,
+                        first_query,
+                        &mut stage,
+                        &mut non_finite,
+                        edge,
+                        &mut key_sums,
+                        unit_x,
+                        unit_y,
+                        config.head_dim,
+                        config,
+                    );
                 }
             }
         }
     }
 
-    let mut factor = 1.0f32;
-    if comptime!(of_key) {
-        factor = geometry.scale;
+    let first_row = batch_head * geometry.seq_kv as usize;
+    if comptime!(sides.key) {
+        store_sums(
+            &key_sums,
+            gradient,
+            first_row * config.head_dim,
+            first_kv,
+            geometry.scale,
+            unit_x,
+            unit_y,
+            &geometry,
+            config.head_dim,
+            config,
+        );
     }
+    if comptime!(sides.value) {
+        store_sums(
+            &value_sums,
+            gradient,
+            value_start + first_row * config.value_dim,
+            first_kv,
+            1.0f32,
+            unit_x,
+            unit_y,
+            &geometry,
+            config.value_dim,
+            config,
+        );
+    }
+}
+
+/// Accumulators for `dim` features of the unit's keys; one that nothing uses where not `wanted`.
+#[cube]
+fn zero_sums(
+    #[comptime] wanted: bool,
+    #[comptime] dim: usize,
+    #[comptime] tile: Tile,
+) -> Array<Quad> {
+    let length = comptime!(if wanted {
+        tile.key_groups() * 4 * Columns::of(tile, dim).quads()
+    } else {
+        1
+    });
+    let mut sums = Array::<Quad>::new(length);
+    #[unroll]
+    for n in 0..length {
+        sums[n] = Quad::new(0.0);
+    }
+    sums
+}
+
+/// Stores the unit's accumulators, times `factor`, to the packed rows from element `base`.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn store_sums<E: Float, N: Size>(
+    sums: &Array<Quad>,
+    gradient: &mut [Vector<E, N>],
+    base: usize,
+    first_kv: i32,
+    factor: f32,
+    unit_x: usize,
+    unit_y: usize,
+    geometry: &Geometry,
+    #[comptime] dim: usize,
+    #[comptime] config: Config,
+) {
+    let tile = comptime!(config.tile);
+    let quads = comptime!(Columns::of(tile, dim).quads());
     #[unroll]
     for g in 0..comptime!(tile.key_groups()) {
         #[unroll]
         for e in 0..4usize {
             let j = first_kv + ((unit_y + g * tile.units_y) * 4 + e) as i32;
             if j < geometry.seq_kv {
-                let at = batch_head * geometry.seq_kv as usize + j as usize;
                 #[unroll]
-                for n in 0..passes {
+                for n in 0..quads {
                     store_quad(
                         gradient,
-                        at * dim,
+                        base + j as usize * dim,
                         comptime!(n * tile.units_x) + unit_x,
-                        out[comptime!((g * 4 + e) * passes + n)] * Quad::new(factor),
+                        sums[comptime!((g * 4 + e) * quads + n)] * Quad::new(factor),
                         dim,
                         config,
                     );

@@ -1,26 +1,28 @@
 //! Allocation and launches of the portable kernels.
 
 use super::bias_gradient::{BiasBroadcast, BiasShapeLaunch, bias_gradient_kernel};
+use super::blueprint::Blueprint;
 use super::delta::delta_kernel;
 use super::forward::forward_kernel;
-use super::key_value_gradient::key_value_gradient_kernel;
+use super::key_value_gradient::{Sides, key_value_gradient_kernel};
+use super::pack::pack_kernel;
 use super::query_gradient::query_gradient_kernel;
 use super::tile::{Config, Tile};
 use crate::device::elem_type;
 use crate::operands::{
     Gradients, Operands, broadcast_bias, broadcast_mask, cube_count, geometry, optional,
 };
-use crate::plan::Blueprint;
 use crate::schedule::GeometryLaunch;
 use cubecl::ir::{AddressType, ElemType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use cubecl::zspace::{Shape, Strides, Tiling};
 use flash_attention_spec::{Problem, Wanted};
 
 /// The output `[batch, heads, seq_q, value_dim]` and the statistics `[2, batch, heads, seq_q]` in
 /// `f32` (row maximum, logarithm of the sum of `exp(score - maximum)`), both packed.
 ///
-/// `blueprint` is what [`plan`](crate::plan::plan) returned for `problem` on the client's device.
+/// `blueprint` is what [`plan`](super::plan) returned for `problem` on the client's device.
 pub fn attention_forward(
     client: &Client,
     problem: &Problem,
@@ -85,15 +87,22 @@ pub fn attention_backward(
     let keys = problem.batch * problem.kv_heads * problem.seq_kv;
     let bias_shape = problem.bias.unwrap_or([0; 4]);
     let bias_elements = bias_shape.iter().product::<usize>();
+    let key_value = KeyValueGradients::allocate(client, problem, blueprint, wanted);
     let gradients = Gradients {
         query: allocate(wanted.query, rows * problem.head_dim),
-        key: allocate(wanted.key, keys * problem.head_dim),
-        value: allocate(wanted.value, keys * problem.value_dim),
+        key: key_value.key(),
+        value: key_value.value(),
         bias: allocate(wanted.bias, bias_elements),
     };
     let row_statistics = launch.row_statistics(output, statistics, &output_gradient, &lse_gradient);
-    let (mask, mask_element) = broadcast_mask(problem, operands.mask.clone());
-    let bias = broadcast_bias(problem, operands.bias.clone());
+    let Bound {
+        query,
+        key,
+        value,
+        mask,
+        mask_element,
+        bias,
+    } = launch.bind(operands.clone(), blueprint.packed_key_value);
     let dim = CubeDim::new_1d(tile.units());
     if let Some(gradient) = gradients.query.clone().filter(|_| rows > 0) {
         let cubes = problem.seq_q.div_ceil(tile.block_q()) * problem.batch * problem.heads;
@@ -105,9 +114,9 @@ pub fn attention_backward(
                 dim,
                 launch.address_type,
                 launch.vector_size(),
-                operands.query.clone().into_tensor_arg(),
-                operands.key.clone().into_tensor_arg(),
-                operands.value.clone().into_tensor_arg(),
+                query.clone().into_tensor_arg(),
+                key.clone().into_tensor_arg(),
+                optional(&value),
                 optional(&mask),
                 optional(&bias),
                 output_gradient.clone().into_tensor_arg(),
@@ -120,16 +129,12 @@ pub fn attention_backward(
             );
         }
     }
-    let sides = [
-        (true, gradients.key.clone(), problem.head_dim),
-        (false, gradients.value.clone(), problem.value_dim),
-    ];
-    for (of_key, gradient, features) in sides {
-        let Some(gradient) = gradient.filter(|_| keys > 0) else {
-            continue;
-        };
+    for part in &key_value.parts {
+        if keys == 0 {
+            break;
+        }
         let cubes = problem.seq_kv.div_ceil(tile.block_kv()) * problem.batch * problem.kv_heads;
-        // SAFETY: as above.
+        // SAFETY: as above; the gradients of a part do not overlap in its buffer.
         unsafe {
             key_value_gradient_kernel::launch_unchecked(
                 client,
@@ -137,16 +142,17 @@ pub fn attention_backward(
                 dim,
                 launch.address_type,
                 launch.vector_size(),
-                operands.query.clone().into_tensor_arg(),
-                operands.key.clone().into_tensor_arg(),
-                operands.value.clone().into_tensor_arg(),
+                query.clone().into_tensor_arg(),
+                key.clone().into_tensor_arg(),
+                optional(&value),
                 optional(&mask),
                 optional(&bias),
                 output_gradient.clone().into_tensor_arg(),
                 BufferArg::from_raw_parts(row_statistics.clone(), 3 * rows),
-                BufferArg::from_raw_parts(gradient, keys * features),
+                BufferArg::from_raw_parts(part.buffer.clone(), part.elements),
+                part.value_start,
                 launch.geometry(),
-                of_key,
+                part.sides,
                 launch.config,
                 launch.element,
                 mask_element,
@@ -154,9 +160,94 @@ pub fn attention_backward(
         }
     }
     if let Some(gradient) = gradients.bias.clone().filter(|_| bias_elements > 0) {
-        launch.bias_gradient(operands, output_gradient, row_statistics, gradient);
+        let bound = Bound {
+            query,
+            key,
+            value,
+            mask,
+            mask_element,
+            bias,
+        };
+        launch.bias_gradient(bound, output_gradient, row_statistics, gradient);
     }
     gradients
+}
+
+/// The buffers of the key and value gradients: one part for each launch.
+struct KeyValueGradients {
+    parts: Vec<KeyValuePart>,
+}
+
+struct KeyValuePart {
+    sides: Sides,
+    buffer: Handle,
+    elements: usize,
+    /// First element of the value gradient.
+    value_start: usize,
+    /// Bytes of the key gradient.
+    key_bytes: u64,
+    /// Bytes of an element.
+    float: u64,
+}
+
+impl KeyValueGradients {
+    fn allocate(client: &Client, problem: &Problem, blueprint: &Blueprint, wanted: Wanted) -> Self {
+        let keys = problem.batch * problem.kv_heads * problem.seq_kv;
+        let float = problem.dtype.size();
+        // A buffer of its own starts at a multiple of this; so does the second half of a shared one.
+        let aligned = (client.properties().memory.alignment as usize).max(4 * float);
+        let part = |key: bool, value: bool| {
+            let key_elements = if key { keys * problem.head_dim } else { 0 };
+            let value_elements = if value { keys * problem.value_dim } else { 0 };
+            let value_start = (key_elements * float).next_multiple_of(aligned) / float;
+            let elements = if value {
+                value_start + value_elements
+            } else {
+                key_elements
+            };
+            KeyValuePart {
+                sides: Sides { key, value },
+                buffer: client.empty(elements * float),
+                elements,
+                value_start,
+                key_bytes: (key_elements * float) as u64,
+                float: float as u64,
+            }
+        };
+        let parts = match (wanted.key, wanted.value) {
+            (true, true) if blueprint.key_value_together => vec![part(true, true)],
+            (true, true) => vec![part(true, false), part(false, true)],
+            (false, false) => vec![],
+            (key, value) => vec![part(key, value)],
+        };
+        Self { parts }
+    }
+
+    fn key(&self) -> Option<Handle> {
+        let part = self.parts.iter().find(|part| part.sides.key)?;
+        let rest = part.elements as u64 * part.float - part.key_bytes;
+        Some(part.buffer.clone().offset_end(rest))
+    }
+
+    fn value(&self) -> Option<Handle> {
+        let part = self.parts.iter().find(|part| part.sides.value)?;
+        Some(
+            part.buffer
+                .clone()
+                .offset_start(part.value_start as u64 * part.float),
+        )
+    }
+}
+
+/// Operands as the gradient kernels take them.
+pub(crate) struct Bound {
+    query: TensorBinding,
+    key: TensorBinding,
+    /// None where it lies behind the key.
+    value: Option<TensorBinding>,
+    mask: Option<TensorBinding>,
+    mask_element: ElemType,
+    bias: Option<TensorBinding>,
 }
 
 /// What the launches of one call have in common.
@@ -198,7 +289,8 @@ impl<'a> Launch<'a> {
                 problem.batch
                     * problem.kv_heads
                     * problem.seq_kv
-                    * problem.head_dim.max(problem.value_dim),
+                    * (problem.head_dim + problem.value_dim)
+                    + 256,
                 3 * problem.lse_shape().iter().product::<usize>(),
             ])
             .max()
@@ -257,7 +349,7 @@ impl<'a> Launch<'a> {
     /// Writes the gradient of the bias, which has elements.
     pub(crate) fn bias_gradient(
         &self,
-        operands: Operands,
+        bound: Bound,
         output_gradient: TensorBinding,
         row_statistics: Handle,
         gradient: Handle,
@@ -269,7 +361,6 @@ impl<'a> Launch<'a> {
         let [batch, heads, seq_q, seq_kv] = shape;
         let cubes =
             batch * heads * seq_q.div_ceil(tile.block_q()) * seq_kv.div_ceil(tile.block_kv());
-        let (mask, mask_element) = broadcast_mask(problem, operands.mask);
         // SAFETY: the kernel reads rows and positions of the problem only, through the operands'
         // strides, and writes each element of the packed gradient once.
         unsafe {
@@ -279,11 +370,11 @@ impl<'a> Launch<'a> {
                 CubeDim::new_1d(tile.units()),
                 self.address_type,
                 self.vector_size(),
-                operands.query.into_tensor_arg(),
-                operands.key.into_tensor_arg(),
-                operands.value.into_tensor_arg(),
-                optional(&mask),
-                optional(&broadcast_bias(problem, operands.bias)),
+                bound.query.into_tensor_arg(),
+                bound.key.into_tensor_arg(),
+                optional(&bound.value),
+                optional(&bound.mask),
+                optional(&bound.bias),
                 output_gradient.into_tensor_arg(),
                 BufferArg::from_raw_parts(row_statistics, 3 * rows),
                 BufferArg::from_raw_parts(gradient, shape.iter().product()),
@@ -295,13 +386,69 @@ impl<'a> Launch<'a> {
                 },
                 self.config,
                 self.element,
-                mask_element,
+                bound.mask_element,
             );
+        }
+    }
+
+    /// The operands as the gradient kernels take them.
+    pub(crate) fn bind(&self, operands: Operands, packed_key_value: bool) -> Bound {
+        let (key, value) = if packed_key_value {
+            (self.pack(&operands.key, &operands.value), None)
+        } else {
+            (operands.key, Some(operands.value))
+        };
+        let (mask, mask_element) = broadcast_mask(self.problem, operands.mask);
+        Bound {
+            query: operands.query,
+            key,
+            value,
+            mask,
+            mask_element,
+            bias: broadcast_bias(self.problem, operands.bias),
         }
     }
 
     fn vector_size(&self) -> usize {
         if self.config.vectorized { 4 } else { 1 }
+    }
+
+    /// Key and value side by side: `[batch, kv_heads, seq_kv, head_dim + value_dim]`.
+    fn pack(&self, key: &TensorBinding, value: &TensorBinding) -> TensorBinding {
+        let problem = self.problem;
+        let length = problem.head_dim + problem.value_dim;
+        let shape = [problem.batch, problem.kv_heads, problem.seq_kv, length];
+        let elements = shape.iter().product::<usize>();
+        let packed = self.client.empty(elements.max(1) * problem.dtype.size());
+        if elements > 0 {
+            // SAFETY: one unit writes each element of the buffer allocated above.
+            unsafe {
+                pack_kernel::launch_unchecked(
+                    self.client,
+                    self.count(elements.div_ceil(64)),
+                    CubeDim::new_1d(64),
+                    self.address_type,
+                    key.clone().into_tensor_arg(),
+                    value.clone().into_tensor_arg(),
+                    BufferArg::from_raw_parts(packed.clone(), elements),
+                    self.geometry(),
+                    self.config,
+                    self.element,
+                );
+            }
+        }
+        let strides = [
+            problem.kv_heads * problem.seq_kv * length,
+            problem.seq_kv * length,
+            length,
+            1,
+        ];
+        TensorBinding {
+            handle: packed.binding(),
+            strides: Strides::new(&strides),
+            shape: Shape::new(shape),
+            tiling: Tiling::UNTILED,
+        }
     }
 
     fn count(&self, cubes: usize) -> CubeCount {

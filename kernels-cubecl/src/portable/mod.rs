@@ -19,6 +19,7 @@
 //! every result is reproducible bit for bit.
 
 mod bias_gradient;
+mod blueprint;
 mod delta;
 mod forward;
 mod gradient;
@@ -26,10 +27,13 @@ mod key_value_gradient;
 mod launch;
 #[cfg(feature = "machine-code")]
 mod machine_code;
+mod pack;
+mod product;
 mod query_gradient;
 mod stage;
 mod tile;
 
+pub use blueprint::{Blueprint, plan};
 pub(crate) use launch::Launch;
 pub use launch::{attention_backward, attention_forward};
 #[cfg(feature = "machine-code")]

@@ -3,10 +3,11 @@
 use super::forward::store_quad;
 use super::gradient::{
     BlockPosition, block_dots, rebuild_probabilities, score_gradients, share_scores,
-    uncap_gradients,
+    uncap_gradients, value_dots,
 };
-use super::stage::{rows_of, stage_columns};
-use super::tile::{Config, Quad, accumulate_rows, column_passes};
+use super::product::multiply_rows;
+use super::stage::rows_of;
+use super::tile::{Columns, Config, Quad};
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
 use cubecl::prelude::*;
 
@@ -16,7 +17,7 @@ use cubecl::prelude::*;
 pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
     query: &Tensor<Vector<E, N>>,
     key: &Tensor<Vector<E, N>>,
-    value: &Tensor<Vector<E, N>>,
+    value: ComptimeOption<&Tensor<Vector<E, N>>>,
     mask: ComptimeOption<&Tensor<M>>,
     bias: ComptimeOption<&Tensor<E>>,
     output_gradient: &Tensor<Vector<E, N>>,
@@ -30,8 +31,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
     let tile = comptime!(config.tile);
     let block_q = comptime!(tile.block_q());
     let block_kv = comptime!(tile.block_kv());
-    let passes = comptime!(column_passes(tile, config.head_dim));
-    let staged = comptime!(tile.staged_rows());
+    let quads = comptime!(Columns::of(tile, config.head_dim).quads());
 
     let blocks = (geometry.seq_q as usize).div_ceil(block_q);
     let batch_head = CUBE_POS / blocks;
@@ -46,8 +46,6 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
 
     let query_rows = rows_of(query, batch, head, geometry.seq_q);
     let key_rows = rows_of(key, batch, head / geometry.group, geometry.seq_kv);
-    let value_rows = rows_of(value, batch, head / geometry.group, geometry.seq_kv);
-    let gradient_rows = rows_of(output_gradient, batch, head, geometry.seq_q);
 
     let mut stage = Shared::<[Quad]>::new_slice(comptime!(tile.stage()));
     let mut shared = Shared::<[Quad]>::new_slice(comptime!(block_q * tile.score_pitch()));
@@ -55,14 +53,14 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
     if UNIT_POS == 0 {
         non_finite[0] = 0u32;
     }
-    let mut out = Array::<Quad>::new(comptime!(tile.rows * passes));
+    let mut out = Array::<Quad>::new(comptime!(tile.rows * quads));
     #[unroll]
-    for n in 0..comptime!(tile.rows * passes) {
+    for n in 0..comptime!(tile.rows * quads) {
         out[n] = Quad::new(0.0);
     }
-    let mut dots = Array::<f32>::new(comptime!(tile.rows * 4));
-    let mut probabilities = Array::<f32>::new(comptime!(tile.rows * 4));
-    let mut gradients = Array::<f32>::new(comptime!(tile.rows * 4));
+    let mut dots = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
+    let mut probabilities = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
+    let mut gradients = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
 
     let keys = keys_of_block(&geometry, first_query, block_q);
     let first_block = keys.first as usize / block_kv;
@@ -100,15 +98,14 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
             &geometry,
             config,
         );
-        block_dots(
+        value_dots(
             output_gradient,
-            gradient_rows,
+            key,
             value,
-            value_rows,
             position,
             &mut stage,
             &mut gradients,
-            config.value_dim,
+            &geometry,
             config,
         );
         score_gradients(
@@ -122,37 +119,20 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
         uncap_gradients(&dots, &mut gradients, &geometry, config);
         share_scores(&gradients, &mut shared, position, config);
 
-        #[unroll]
-        for pass in 0..passes {
-            for part in 0..comptime!(block_kv / staged) {
-                let first = part * staged;
-                sync_cube();
-                stage_columns(
-                    key,
-                    key_rows,
-                    first_kv + first as i32,
-                    &mut stage,
-                    &mut non_finite,
-                    edge,
-                    staged,
-                    pass,
-                    config.head_dim,
-                    config,
-                );
-                sync_cube();
-                if edge && non_finite[0] != 0 {
-                    accumulate_rows(
-                        &shared, &stage, &mut out, unit_x, unit_y, first, staged, pass, passes,
-                        true, tile,
-                    );
-                } else {
-                    accumulate_rows(
-                        &shared, &stage, &mut out, unit_x, unit_y, first, staged, pass, passes,
-                        false, tile,
-                    );
-                }
-            }
-        }
+        multiply_rows(
+            &shared,
+            key,
+            key_rows,
+            first_kv,
+            &mut stage,
+            &mut non_finite,
+            edge,
+            &mut out,
+            unit_x,
+            unit_y,
+            config.head_dim,
+            config,
+        );
     }
 
     #[unroll]
@@ -161,12 +141,12 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
         if i < geometry.seq_q {
             let at = batch_head * geometry.seq_q as usize + i as usize;
             #[unroll]
-            for n in 0..passes {
+            for n in 0..quads {
                 store_quad(
                     query_gradient,
                     at * config.head_dim,
                     comptime!(n * tile.units_x) + unit_x,
-                    out[comptime!(r * passes + n)] * Quad::new(geometry.scale),
+                    out[comptime!(r * quads + n)] * Quad::new(geometry.scale),
                     config.head_dim,
                     config,
                 );

@@ -1,6 +1,6 @@
 //! Loads from global to shared memory, as `f32`, from any strides.
 
-use super::tile::{Config, Quad, has_non_finite};
+use super::tile::{Columns, Config, Quad, has_non_finite};
 use cubecl::prelude::*;
 
 /// Rows of one head of a `[batch, heads, rows, features]` operand.
@@ -59,8 +59,8 @@ pub(crate) fn load_quad<E: Float, N: Size>(
 
 /// Stages features `first_quad ..` of `length` rows for a product over features.
 ///
-/// With `interleave`, row `j` goes to slot `(j % 4) * units_x + j / 4`: the order key rows are
-/// read in.
+/// With `interleave`, rows go to the slots that [`accumulate_dots`](super::tile::accumulate_dots)
+/// reads keys from.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn stage_features<E: Float, N: Size>(
@@ -85,7 +85,8 @@ pub(crate) fn stage_features<E: Float, N: Size>(
             let quad = index % tile.depth;
             let mut to = row;
             if comptime!(interleave) {
-                to = (row % 4) * tile.units_x + row / 4;
+                let four = row / 4;
+                to = ((four / tile.units_x) * 4 + row % 4) * tile.units_x + four % tile.units_x;
             }
             stage[slot + to * comptime!(tile.pitch()) + quad] = load_quad::<E, N>(
                 x,
@@ -99,7 +100,7 @@ pub(crate) fn stage_features<E: Float, N: Size>(
     }
 }
 
-/// Stages `length` rows, one quad of features for each x unit, for a product over rows.
+/// Stages `length` rows, the features of one pass, for a product over rows.
 ///
 /// With `watch`, raises `flag` if a staged value is not finite.
 #[cube]
@@ -113,17 +114,19 @@ pub(crate) fn stage_columns<E: Float, N: Size>(
     watch: bool,
     #[comptime] length: usize,
     #[comptime] pass: usize,
+    #[comptime] columns: Columns,
     #[comptime] dim: usize,
     #[comptime] config: Config,
 ) {
     let tile = comptime!(config.tile);
-    let total = comptime!(length * tile.units_x);
+    let quads = comptime!(columns.width * tile.units_x);
+    let total = comptime!(length * quads);
     let units = comptime!(tile.units() as usize);
     for n in 0..comptime!(total.div_ceil(units)) {
         let index = n * units + UNIT_POS as usize;
         if comptime!(total % units == 0) || index < total {
-            let row = index / tile.units_x;
-            let quad = comptime!(pass * tile.units_x) + index % tile.units_x;
+            let row = index / quads;
+            let quad = comptime!(pass * quads) + index % quads;
             let loaded = load_quad::<E, N>(x, rows, first_row + row as i32, quad, dim, config);
             if watch && has_non_finite(loaded) {
                 flag[0] = 1u32;

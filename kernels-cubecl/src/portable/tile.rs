@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 pub(crate) type Quad = Vector<f32, Const<4>>;
 
 /// How the units of a cube share a block of scores: unit `(y, x)` holds the rows `y + r * units_y`
-/// and the columns `4 x .. 4 x + 4`.
+/// and, four keys at a time, the quads `x + c * units_x` of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
     /// Units along the queries.
@@ -15,6 +15,8 @@ pub struct Tile {
     pub units_x: usize,
     /// Query rows of a unit.
     pub rows: usize,
+    /// Keys of a unit, in fours.
+    pub columns: usize,
     /// Features staged at a time for a product over features, in fours.
     pub depth: usize,
 }
@@ -25,6 +27,7 @@ impl Tile {
         units_y: 8,
         units_x: 8,
         rows: 4,
+        columns: 1,
         depth: 8,
     };
     /// 32 x 64 scores, 128 units: more units a row, for wide heads within 16 KiB.
@@ -32,6 +35,7 @@ impl Tile {
         units_y: 8,
         units_x: 16,
         rows: 4,
+        columns: 1,
         depth: 2,
     };
     /// 64 x 64 scores, 256 units.
@@ -39,7 +43,17 @@ impl Tile {
         units_y: 16,
         units_x: 16,
         rows: 4,
+        columns: 1,
         depth: 8,
+    };
+    /// 64 x 64 scores, 64 units, each with 8 x 8 of them: for devices without a fixed number of
+    /// registers, where loads from shared memory cost far more than arithmetic.
+    pub const SOFTWARE: Self = Self {
+        units_y: 8,
+        units_x: 8,
+        rows: 8,
+        columns: 2,
+        depth: 4,
     };
 
     /// Units of a cube.
@@ -54,12 +68,17 @@ impl Tile {
 
     /// Keys of a block.
     pub const fn block_kv(&self) -> usize {
-        self.units_x * 4
+        self.row_quads() * 4
+    }
+
+    /// Keys of a block, in fours.
+    pub(crate) const fn row_quads(&self) -> usize {
+        self.units_x * self.columns
     }
 
     /// Groups of four keys that a unit owns in the key and value gradients.
     pub(crate) const fn key_groups(&self) -> usize {
-        self.units_x / self.units_y
+        self.row_quads() / self.units_y
     }
 
     /// Length of a staged row, in fours. One more than its content: an odd stride keeps the rows
@@ -70,27 +89,12 @@ impl Tile {
 
     /// Length of a row of the score tile, in fours.
     pub(crate) const fn score_pitch(&self) -> usize {
-        self.units_x + 1
+        self.row_quads() + 1
     }
 
-    /// Staging area, in fours: query and key rows side by side, or value rows.
+    /// Staging area, in fours: query and key rows side by side, or rows of the other operand.
     pub(crate) const fn stage(&self) -> usize {
         (self.block_q() + self.block_kv()) * self.pitch()
-    }
-
-    /// Rows of the other operand that fit the staging area, one quad for each x unit.
-    pub(crate) const fn staged_rows(&self) -> usize {
-        let fit = self.stage() / self.units_x;
-        let longest = if self.block_kv() > self.block_q() {
-            self.block_kv()
-        } else {
-            self.block_q()
-        };
-        let mut rows = longest;
-        while rows > fit {
-            rows /= 2;
-        }
-        rows
     }
 
     /// Shared memory of a cube, in bytes: the staging area, the score tile, a number for each row
@@ -98,6 +102,46 @@ impl Tile {
     pub const fn shared_memory(&self) -> usize {
         let tile = self.block_q() * self.score_pitch();
         (self.stage() + tile) * 16 + self.block_q() * self.units_x * 4 + 16
+    }
+
+    /// `f32` accumulators of a unit for `dim` features of each of its keys.
+    pub(crate) fn key_accumulators(&self, dim: usize) -> usize {
+        self.key_groups() * 4 * Columns::of(*self, dim).quads() * 4
+    }
+}
+
+/// How the columns of a product over rows are dealt to the x units: unit `x` accumulates, four
+/// features at a time, the quads `x + n * units_x`, `width` of them for each pass over the rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Columns {
+    /// Quads of a unit in one pass.
+    pub width: usize,
+    /// Passes over the rows.
+    pub passes: usize,
+    /// Rows that fit the staging area at a time.
+    pub staged: usize,
+}
+
+impl Columns {
+    /// Those of `dim` features.
+    pub(crate) fn of(tile: Tile, dim: usize) -> Self {
+        let quads = dim.div_ceil(4).div_ceil(tile.units_x);
+        let width = quads.min(tile.columns);
+        let fit = tile.stage() / (tile.units_x * width);
+        let mut staged = tile.block_q().max(tile.block_kv());
+        while staged > fit {
+            staged /= 2;
+        }
+        Self {
+            width,
+            passes: quads.div_ceil(width),
+            staged,
+        }
+    }
+
+    /// Quads of a unit.
+    pub(crate) fn quads(&self) -> usize {
+        self.width * self.passes
     }
 }
 
@@ -110,11 +154,6 @@ pub(crate) struct Config {
     /// Rows are read in fours; else by their stride, one element at a time.
     pub vectorized: bool,
     pub capped: bool,
-}
-
-/// Columns of `dim` features that an x unit accumulates, in fours.
-pub(crate) fn column_passes(tile: Tile, dim: usize) -> usize {
-    dim.div_ceil(4).div_ceil(tile.units_x)
 }
 
 /// Whether a lane is an infinity or not a number. Tests the exponent bits, which no
@@ -130,134 +169,64 @@ pub(crate) fn has_non_finite(x: Quad) -> bool {
     found
 }
 
-/// `scores[r][c] += a[row r] . b[column c]` over the staged features.
+/// The key, within a block, that element `e` of quad `c` of a unit's row of scores belongs to.
+#[cube]
+pub(crate) fn key_of(
+    unit_x: usize,
+    #[comptime] c: usize,
+    #[comptime] e: usize,
+    #[comptime] tile: Tile,
+) -> i32 {
+    ((unit_x + comptime!(c * tile.units_x)) * 4 + e) as i32
+}
+
+/// `scores[r, c] += a[row r] . b[keys of quad c]` over the staged features.
 ///
-/// `a` holds query rows, `b` key rows behind them, key `4 x + c` at slot `c * units_x + x` so that
-/// neighbouring units read neighbouring rows.
+/// `a` holds query rows, `b` key rows behind them, key `e` of quad `x + c * units_x` at slot
+/// `(4 c + e) * units_x + x` so that neighbouring units read neighbouring rows.
 #[cube]
 pub(crate) fn accumulate_dots(
     stage: &Shared<[Quad]>,
-    scores: &mut Array<f32>,
+    scores: &mut Array<Quad>,
     unit_x: usize,
     unit_y: usize,
     #[comptime] tile: Tile,
 ) {
     let pitch = comptime!(tile.pitch());
+    let columns = comptime!(tile.columns);
     let keys = comptime!(tile.block_q() * tile.pitch());
     for d in 0..tile.depth {
-        let mut b = Array::<f32>::new(16usize);
+        // Transposed: one quad holds a feature of four keys.
+        let mut b = Array::<Quad>::new(comptime!(columns * 4));
         #[unroll]
-        for c in 0..4usize {
-            let quad = stage[keys + (c * tile.units_x + unit_x) * pitch + d];
+        for c in 0..columns {
+            let mut key_quads = Array::<Quad>::new(4usize);
+            #[unroll]
+            for key in 0..4usize {
+                let slot = comptime!((c * 4 + key) * tile.units_x) + unit_x;
+                key_quads[key] = stage[keys + slot * pitch + d];
+            }
             #[unroll]
             for e in 0..4usize {
-                b[comptime!(c * 4 + e)] = quad.extract(e);
+                let mut feature = Quad::new(0.0);
+                #[unroll]
+                for key in 0..4usize {
+                    feature.insert(key, key_quads[key].extract(e));
+                }
+                b[comptime!(c * 4 + e)] = feature;
             }
         }
         #[unroll]
         for r in 0..tile.rows {
             let quad = stage[(unit_y + r * tile.units_y) * pitch + d];
-            let mut sums = Array::<f32>::new(4usize);
-            #[unroll]
-            for c in 0..4usize {
-                sums[c] = scores[comptime!(r * 4 + c)];
-            }
             #[unroll]
             for e in 0..4usize {
-                let a = quad.extract(e);
+                let a = Quad::new(quad.extract(e));
                 #[unroll]
-                for c in 0..4usize {
-                    sums[c] = fma(a, b[comptime!(c * 4 + e)], sums[c]);
+                for c in 0..columns {
+                    let index = comptime!(r * columns + c);
+                    scores[index] = fma(a, b[comptime!(c * 4 + e)], scores[index]);
                 }
-            }
-            #[unroll]
-            for c in 0..4usize {
-                scores[comptime!(r * 4 + c)] = sums[c];
-            }
-        }
-    }
-}
-
-/// `out[r][n] += sum_j P[row r][j] X[j][column]` over the staged rows of `X`.
-///
-/// With `guard`, a probability of exactly 0 skips its row of `X`, so that a hidden row's NaN or
-/// infinity does not become NaN.
-#[cube]
-// `guard` decides at compile time whether there is an inner test at all.
-#[allow(clippy::too_many_arguments, clippy::collapsible_if)]
-pub(crate) fn accumulate_rows(
-    scores: &Shared<[Quad]>,
-    stage: &Shared<[Quad]>,
-    out: &mut Array<Quad>,
-    unit_x: usize,
-    unit_y: usize,
-    first: usize,
-    #[comptime] staged: usize,
-    #[comptime] pass: usize,
-    #[comptime] passes: usize,
-    #[comptime] guard: bool,
-    #[comptime] tile: Tile,
-) {
-    let pitch = comptime!(tile.score_pitch());
-    for group in 0..comptime!(staged / 4) {
-        let mut x = Array::<Quad>::new(4usize);
-        #[unroll]
-        for e in 0..4usize {
-            x[e] = stage[(group * 4 + e) * tile.units_x + unit_x];
-        }
-        #[unroll]
-        for r in 0..tile.rows {
-            let p = scores[(unit_y + r * tile.units_y) * pitch + first / 4 + group];
-            #[unroll]
-            for e in 0..4usize {
-                let weight = p.extract(e);
-                let mut row = x[e];
-                if comptime!(guard) {
-                    if weight == 0.0 {
-                        row = Quad::new(0.0);
-                    }
-                }
-                let index = comptime!(r * passes + pass);
-                out[index] = fma(Quad::new(weight), row, out[index]);
-            }
-        }
-    }
-}
-
-/// `out[g, e][n] += sum_i P[i][key 4 (y + g units_y) + e] X[i][column]`: the transposed product.
-#[cube]
-// `guard` decides at compile time whether there is an inner test at all.
-#[allow(clippy::too_many_arguments, clippy::collapsible_if)]
-pub(crate) fn accumulate_columns(
-    scores: &Shared<[Quad]>,
-    stage: &Shared<[Quad]>,
-    out: &mut Array<Quad>,
-    unit_x: usize,
-    unit_y: usize,
-    first: usize,
-    #[comptime] staged: usize,
-    #[comptime] pass: usize,
-    #[comptime] passes: usize,
-    #[comptime] guard: bool,
-    #[comptime] tile: Tile,
-) {
-    let pitch = comptime!(tile.score_pitch());
-    for i in 0..staged {
-        let x = stage[i * tile.units_x + unit_x];
-        #[unroll]
-        for g in 0..comptime!(tile.key_groups()) {
-            let p = scores[(first + i) * pitch + unit_y + g * tile.units_y];
-            #[unroll]
-            for e in 0..4usize {
-                let weight = p.extract(e);
-                let mut row = x;
-                if comptime!(guard) {
-                    if weight == 0.0 {
-                        row = Quad::new(0.0);
-                    }
-                }
-                let index = comptime!((g * 4 + e) * passes + pass);
-                out[index] = fma(Quad::new(weight), row, out[index]);
             }
         }
     }

@@ -158,10 +158,6 @@ pub struct Case {
     pub loss: Loss,
     /// Strides of the gradient that reaches the output.
     pub gradient_layout: GradientLayout,
-    /// Outputs whose exact value is what is left when larger terms cancel. Arithmetic of any order
-    /// leaves a rounding of those terms, so the bound on the largest error holds for them and the
-    /// relative one, which divides by what is left, does not.
-    pub cancelling: &'static [&'static str],
     /// Independent draws of the data that the case is judged over, together.
     pub draws: usize,
     /// Element types the case is defined for.
@@ -205,7 +201,6 @@ impl Case {
             wanted: Wanted::ALL,
             loss: Loss::Output,
             gradient_layout: GradientLayout::Packed,
-            cancelling: &[],
             draws: 1,
             dtypes: &Dtype::ALL,
         }
@@ -286,12 +281,6 @@ impl Case {
     /// Sets the strides of the gradient that reaches the output.
     pub fn gradient_layout(mut self, layout: GradientLayout) -> Self {
         self.gradient_layout = layout;
-        self
-    }
-
-    /// Names outputs whose exact value is what is left when larger terms cancel.
-    pub fn cancelling(mut self, outputs: &'static [&'static str]) -> Self {
-        self.cancelling = outputs;
         self
     }
 

@@ -37,3 +37,12 @@ pub fn error(arguments: &str) -> String {
     assert_eq!(error.lines().count(), 1, "attn {arguments}: {error}");
     error.trim_end().to_string()
 }
+
+/// Standard output and the line on standard error of a run that fails with something to print.
+#[cfg(feature = "flex")]
+pub fn failing(arguments: &str) -> (String, String) {
+    let output = attn(arguments);
+    assert!(!output.status.success(), "attn {arguments} succeeds");
+    let [out, error] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
+    (out, error.trim_end().to_string())
+}

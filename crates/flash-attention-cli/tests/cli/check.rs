@@ -18,7 +18,7 @@ fn the_grid_passes_and_says_how_close_it_came() {
     assert!(cases > 100, "{cases}");
     assert_eq!(run["explained"].as_array().unwrap().len() as u64, cases);
     let served = run["explained"][0]["served_by"].as_str().unwrap();
-    assert!(served.starts_with("composed"), "{served}");
+    assert!(served.starts_with("forward composed"), "{served}");
     for output in ["o", "lse", "dq", "dk", "dv", "dbias"] {
         let closest = &run["closest"][output];
         let (error, bound) = (closest["error"].as_f64(), closest["bound"].as_f64());

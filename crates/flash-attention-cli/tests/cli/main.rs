@@ -1,6 +1,7 @@
 //! The command line as a user runs it.
 
 mod attn;
+mod bench;
 mod check;
 mod devices;
 mod ledger;

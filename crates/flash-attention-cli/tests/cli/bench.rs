@@ -1,0 +1,152 @@
+//! `attn bench` on small problems: what it writes, and what it refuses. No time is asserted.
+
+use crate::attn::{error, json, stdout};
+use std::fs;
+use std::path::Path;
+
+/// Every variant of the `masks` grid, as small as they come.
+const MASKS: &str = "bench --device flex --grid masks --seq 64 --head-dim 16 --samples 2";
+
+/// One point of the `small` grid.
+const SMALL: &str = "bench --device flex --grid small --seq 64 --samples 2";
+
+/// The columns of figures that a file of peers must have.
+const PEER_COLUMNS: &str =
+    "variant,pass,dtype,batch,heads,kv_heads,seq,head_dim,causal,kernel,median_ms";
+
+fn in_folder(folder: &Path, name: &str) -> String {
+    folder.join(name).to_str().unwrap().to_string()
+}
+
+#[test]
+#[cfg(feature = "flex")]
+fn every_variant_is_verified_in_every_pass() {
+    let bench = json(&format!("{MASKS} --pass forward,backward,training"));
+    assert_eq!(bench["failures"], serde_json::json!([]));
+    let points = bench["points"].as_array().unwrap();
+    assert_eq!(points.len(), 3 * 7);
+    for point in points {
+        let pass = point["pass"].as_str().unwrap();
+        let expected: &[&str] = match pass {
+            "forward" => &["o"],
+            "backward" => &["dq", "dk", "dv"],
+            _ => &["o", "dq", "dk", "dv"],
+        };
+        let verified = point["verified"].as_array().unwrap();
+        let outputs: Vec<&str> = verified
+            .iter()
+            .filter_map(|it| it["output"].as_str())
+            .collect();
+        assert_eq!(outputs, expected, "{point}");
+        for verdict in verified {
+            let (error, bound) = (verdict["error"].as_f64(), verdict["bound"].as_f64());
+            assert!(error.unwrap() > 0.0 && error <= bound, "{point}");
+        }
+        assert_eq!(point["kernel"], "composed");
+        assert_eq!(point["clock"], "host");
+        assert_eq!(point["samples"], 2);
+        assert!(point["tflops"].as_f64().unwrap() > 0.0);
+    }
+}
+
+#[test]
+#[cfg(feature = "flex")]
+fn a_run_writes_rows_a_drawing_and_ratios() {
+    let folder = tempfile::tempdir().unwrap();
+    let [csv, plot, peers] =
+        ["a.csv", "a.svg", "peers.csv"].map(|name| in_folder(folder.path(), name));
+    let row = "causal,training,f32,1,8,8,64,64,true,torch-flash,1e9";
+    fs::write(&peers, format!("{PEER_COLUMNS}\n{row}\n")).unwrap();
+    let text = stdout(&format!(
+        "{SMALL} --peak 1000 --csv {csv} --plot {plot} --peers {peers}"
+    ));
+    assert!(
+        text.starts_with("flex: host processor, compiler rust"),
+        "{text}"
+    );
+    assert!(
+        text.contains("training  causal         64   64      1      8"),
+        "{text}"
+    );
+    assert!(text.contains("torch-flash"), "{text}");
+
+    let rows = fs::read_to_string(&csv).unwrap();
+    let rows: Vec<Vec<&str>> = rows.lines().map(|line| line.split(',').collect()).collect();
+    assert_eq!((rows.len(), rows[0].len(), rows[1].len()), (2, 26, 26));
+    let cell = |name: &str| rows[1][rows[0].iter().position(|title| *title == name).unwrap()];
+    assert_eq!(cell("pass"), "training");
+    assert_eq!(cell("kernel"), "composed");
+    assert!(cell("median_ms").parse::<f64>().unwrap() > 0.0);
+    assert!(cell("peak_share").parse::<f64>().is_ok());
+
+    let plot = fs::read_to_string(&plot).unwrap();
+    assert!(plot.starts_with("<svg ") && plot.ends_with("</svg>\n"));
+    assert!(plot.contains(">composed</text>") && plot.contains(">torch-flash</text>"));
+
+    // What was written can be a peer, of itself here.
+    let again = json(&format!("{SMALL} --peers {csv}"));
+    assert_eq!(again["points"][0]["peers"][0]["kernel"], "composed");
+}
+
+#[test]
+#[cfg(feature = "flex")]
+fn points_are_listed_without_measuring() {
+    let folder = tempfile::tempdir().unwrap();
+    let csv = in_folder(folder.path(), "points.csv");
+    let text = stdout(&format!(
+        "bench --device flex --list --causal false --csv {csv}"
+    ));
+    assert_eq!(text, fs::read_to_string(&csv).unwrap());
+    let lines: Vec<&str> = text.lines().collect();
+    // Two passes, three head dimensions, six lengths.
+    assert_eq!(lines.len(), 1 + 36);
+    assert_eq!(lines[1], "paper,full,forward,f32,32,32,32,512,64,false");
+    let listed = json("bench --device flex --list --grid long --dtype f32");
+    assert_eq!(listed["points"].as_array().unwrap().len(), 6 + 3);
+}
+
+#[test]
+#[cfg(feature = "flex")]
+fn bad_arguments_are_named_before_anything_is_measured() {
+    let refused = |arguments: &str, says: &str| {
+        let error = error(&format!("bench --device flex {arguments}"));
+        assert!(error.contains(says), "{arguments}: {error}");
+    };
+    refused("--grid huge", "'huge' for '--grid <GRID>'");
+    refused("--pass sideways", "'sideways' for '--pass <P>'");
+    refused("--seq 0", "'0' for '--seq <N>'");
+    refused("--samples 0", "'0' for '--samples <N>'");
+    refused("--time-limit -1", "");
+    refused("--time-limit 0", "expected a positive number");
+    refused("--peak inf", "expected a positive number");
+    refused("--causal maybe", "'maybe' for '--causal <BOOL>'");
+    refused(
+        "--grid small --causal false",
+        "the small grid has no such point",
+    );
+    refused("--head-dim 512", "head_dim 512");
+    refused("--list --plot a.svg", "--plot");
+    refused("--csv no/such/folder.csv", "output no/such/folder.csv");
+    refused("--plot no/such/folder.svg", "output no/such/folder.svg");
+    refused("--peers no-such-file.csv", "peers no-such-file.csv");
+    let error = error("bench --device abacus");
+    assert!(error.contains("device abacus is unknown"), "{error}");
+}
+
+#[test]
+#[cfg(feature = "flex")]
+fn points_past_the_time_limit_are_a_failure() {
+    let folder = tempfile::tempdir().unwrap();
+    let peers = in_folder(folder.path(), "peers.csv");
+    fs::write(&peers, "a,b\n").unwrap();
+    let refused = error(&format!("{SMALL} --peers {peers}"));
+    assert!(refused.ends_with("has no column variant"), "{refused}");
+    let output = crate::attn::failing(&format!("{SMALL} --time-limit 1e-9"));
+    assert!(
+        output.0.contains("not reached in time: causal training"),
+        "{}",
+        output.0
+    );
+    let expected = "error: 1 of 1 points were not reached within the time limit";
+    assert_eq!(output.1, expected);
+}

@@ -1,0 +1,75 @@
+//! Runs the family that a blueprint names for each pass.
+
+use crate::hopper;
+use crate::mma;
+use crate::operands::{Gradients, Operands};
+use crate::plan::{Blueprint, HOPPER};
+use crate::portable;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use flash_attention_spec::{Problem, Wanted};
+
+/// The output `[batch, heads, seq_q, value_dim]` and the statistics `[2, batch, heads, seq_q]` in
+/// `f32` (row maximum, logarithm of the sum of `exp(score - maximum)`), both packed.
+///
+/// `blueprint` is what [`plan`](crate::plan::plan) returned for `problem` on the client's device.
+pub fn attention_forward(
+    client: &Client,
+    problem: &Problem,
+    blueprint: &Blueprint,
+    operands: Operands,
+) -> (Handle, Handle) {
+    if let Ok(hopper) = &blueprint.hopper {
+        match hopper::check_operands(&operands) {
+            Ok(()) => return hopper::attention_forward(client, problem, hopper, operands),
+            Err(reason) => log::debug!("{HOPPER} declined: {reason}"),
+        }
+    }
+    match &blueprint.mma {
+        Ok(mma) => mma::attention_forward(client, problem, mma, operands),
+        Err(_) => portable::attention_forward(client, problem, &blueprint.portable, operands),
+    }
+}
+
+/// The wanted gradients. `output` and `statistics` are those of [`attention_forward`];
+/// `output_gradient` has the output's shape and any strides, `lse_gradient` is
+/// `[batch, heads, seq_q]` in `f32` with any strides.
+#[allow(clippy::too_many_arguments)]
+pub fn attention_backward(
+    client: &Client,
+    problem: &Problem,
+    blueprint: &Blueprint,
+    operands: Operands,
+    output: TensorBinding,
+    statistics: Handle,
+    output_gradient: TensorBinding,
+    lse_gradient: Option<TensorBinding>,
+    wanted: Wanted,
+) -> Gradients {
+    let portable = &blueprint.portable;
+    if let Ok(mma) = &blueprint.mma {
+        return mma::attention_backward(
+            client,
+            problem,
+            mma,
+            portable.backward,
+            operands,
+            output,
+            statistics,
+            output_gradient,
+            lse_gradient,
+            wanted,
+        );
+    }
+    portable::attention_backward(
+        client,
+        problem,
+        portable,
+        operands,
+        output,
+        statistics,
+        output_gradient,
+        lse_gradient,
+        wanted,
+    )
+}

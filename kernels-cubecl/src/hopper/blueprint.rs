@@ -1,0 +1,337 @@
+//! Which blocks serve a problem, and what the family declines: pure functions of plain data.
+
+use super::instructions::Products;
+use crate::device::Device;
+use flash_attention_spec::{Dtype, Problem};
+use thiserror::Error;
+
+/// What is decided before a launch of the forward kernel, and determines its code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ForwardBlueprint {
+    /// Warpgroups of a cube, 1 to 4, each with 64 queries.
+    pub warpgroups: u32,
+    /// Keys of a block, a multiple of 16.
+    pub block_kv: usize,
+    /// Whether warpgroups take turns at the matrix unit; needs two at least.
+    pub turns: bool,
+    /// One exponential in `2 * polynomial` is computed by arithmetic; none where 0.
+    pub polynomial: u32,
+    /// Rows are rescaled once a probability would pass 2 to this; at most 8, for `f16`.
+    pub slack: u32,
+    /// Features of query and key.
+    pub head_dim: usize,
+    /// Features of the value.
+    pub value_dim: usize,
+    /// Element type of the operands.
+    pub dtype: Dtype,
+    /// Whether scores are capped.
+    pub capped: bool,
+    /// Whether a bias is added to scores.
+    pub biased: bool,
+    /// Whether the scale is negative, and the product takes the sign.
+    pub negated: bool,
+}
+
+/// Why the family does not serve a problem, or operands as they lie in memory.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum Declined {
+    /// Not the generator that has the instructions.
+    #[error("kernels are compiled by {given}, expected cuda c++")]
+    Compiler {
+        /// The device's compiler.
+        given: &'static str,
+    },
+    /// Not the architecture that has the instructions.
+    #[error("compute capability is {}, expected 9.0", capability(*given))]
+    Capability {
+        /// The device's, as `90`; none where it has none.
+        given: Option<u32>,
+    },
+    /// No copies by tensor map.
+    #[error("the device has no tensor copies")]
+    TensorCopies,
+    /// An element type that the products do not take.
+    #[error("element type is {given}, expected f16 or bf16")]
+    Dtype {
+        /// The problem's.
+        given: Dtype,
+    },
+    /// A dimension that does not fill 16 bytes.
+    #[error("{dimension} is {given}, expected a multiple of 8")]
+    Dimension {
+        /// `head_dim` or `value_dim`.
+        dimension: &'static str,
+        /// Its size.
+        given: usize,
+    },
+    /// A scale that leaves no finite factor for base-two exponents.
+    #[error("scale is {given}, expected one whose size is a normal f32, with log2(e) too")]
+    Scale {
+        /// The scale, as bits of an `f32`.
+        given: String,
+    },
+    /// Nothing to copy.
+    #[error("{dimension} is 0")]
+    Empty {
+        /// The dimension.
+        dimension: &'static str,
+    },
+    /// More cubes than a launch counts.
+    #[error("the problem takes {given} cubes, expected at most {expected}")]
+    Cubes {
+        /// Cubes of the launch.
+        given: u128,
+        /// Cubes that a launch can have.
+        expected: u128,
+    },
+    /// Too little shared memory.
+    #[error("the device has {given} bytes of shared memory, expected at least {expected}")]
+    SharedMemory {
+        /// The device's.
+        given: usize,
+        /// What the blocks need.
+        expected: usize,
+    },
+    /// Too few units.
+    #[error("the device has {given} units in a cube, expected at least {expected}")]
+    Units {
+        /// The device's.
+        given: u32,
+        /// What the blocks need.
+        expected: u32,
+    },
+    /// An operand that the copy engine cannot read.
+    #[error(
+        "{operand} has strides {strides:?} at byte {offset}, expected an innermost stride of 1, the \
+         others non-zero multiples of 8 below 2^39, and a multiple of 16 bytes"
+    )]
+    Layout {
+        /// The operand.
+        operand: &'static str,
+        /// Its strides, in elements.
+        strides: Vec<usize>,
+        /// Where it starts in its buffer.
+        offset: u64,
+    },
+}
+
+fn capability(version: Option<u32>) -> String {
+    version.map_or("none".to_string(), |version| {
+        format!("{}.{}", version / 10, version % 10)
+    })
+}
+
+impl ForwardBlueprint {
+    /// Queries of a cube.
+    pub const fn block_q(&self) -> usize {
+        self.warpgroups as usize * 64
+    }
+
+    /// Units of a cube.
+    pub const fn units(&self) -> u32 {
+        self.warpgroups * 128
+    }
+
+    /// Shared memory of a cube, in bytes: the query, two stages of keys and values, and barriers.
+    pub const fn shared_memory(&self) -> usize {
+        let (key, value) = (self.head_dim.div_ceil(64), self.value_dim.div_ceil(64));
+        let elements = self.block_q() * 64 * key + 2 * self.block_kv * 64 * (key + value);
+        elements * 2 + 1024
+    }
+
+    /// Whether scores are dot products times a factor.
+    pub(crate) const fn plain(&self) -> bool {
+        !self.capped && !self.biased
+    }
+
+    /// The element type in PTX.
+    pub(crate) const fn element(&self) -> &'static str {
+        match self.dtype {
+            Dtype::F16 => "f16",
+            _ => "bf16",
+        }
+    }
+
+    /// Vectors have a power of two lanes; products use the first.
+    pub(crate) const fn score_registers(&self) -> usize {
+        (self.block_kv / 2).next_power_of_two()
+    }
+
+    pub(crate) const fn probability_registers(&self) -> usize {
+        self.score_registers() / 2
+    }
+
+    pub(crate) const fn output_registers(&self) -> usize {
+        (self.value_dim / 2).next_power_of_two()
+    }
+
+    pub(crate) fn products(&self) -> Products {
+        Products {
+            element: self.element(),
+            block_kv: self.block_kv,
+            head_dim: self.head_dim,
+            value_dim: self.value_dim,
+            query_panel: self.block_q() * 128,
+            negated: self.negated,
+        }
+    }
+}
+
+/// The blueprint of the forward pass of `problem` on `device`: the first of [`variants`] that fits.
+///
+/// # Errors
+/// What of the problem or the device the family cannot serve.
+pub fn plan_forward(problem: &Problem, device: &Device) -> Result<ForwardBlueprint, Declined> {
+    if device.compiler != "cuda c++" {
+        return Err(Declined::Compiler {
+            given: device.compiler,
+        });
+    }
+    if device.cuda_capability != Some(90) {
+        return Err(Declined::Capability {
+            given: device.cuda_capability,
+        });
+    }
+    if !device.tensor_copies {
+        return Err(Declined::TensorCopies);
+    }
+    if problem.dtype == Dtype::F32 {
+        return Err(Declined::Dtype {
+            given: problem.dtype,
+        });
+    }
+    let dimensions = [
+        ("head_dim", problem.head_dim),
+        ("value_dim", problem.value_dim),
+    ];
+    for (dimension, given) in dimensions {
+        if given == 0 || !given.is_multiple_of(8) {
+            return Err(Declined::Dimension { dimension, given });
+        }
+    }
+    let sizes = [
+        ("batch", problem.batch),
+        ("heads", problem.heads),
+        ("seq_q", problem.seq_q),
+        ("seq_kv", problem.seq_kv),
+    ];
+    for (dimension, given) in sizes {
+        if given == 0 {
+            return Err(Declined::Empty { dimension });
+        }
+    }
+    let scale = problem.scale as f32;
+    if !(scale.is_normal() && (scale * std::f32::consts::LOG2_E).is_normal()) {
+        return Err(Declined::Scale {
+            given: scale.to_string(),
+        });
+    }
+    let all = variants(problem);
+    let fits = |blueprint: &&ForwardBlueprint| {
+        blueprint.shared_memory() <= device.shared_memory && blueprint.units() <= device.units
+    };
+    let Some(blueprint) = all.iter().find(fits) else {
+        let smallest = all[all.len() - 1];
+        return Err(if smallest.units() > device.units {
+            Declined::Units {
+                given: device.units,
+                expected: smallest.units(),
+            }
+        } else {
+            Declined::SharedMemory {
+                given: device.shared_memory,
+                expected: smallest.shared_memory(),
+            }
+        });
+    };
+    let blocks = problem.seq_q.div_ceil(blueprint.block_q()) as u128;
+    let cubes = blocks * problem.batch as u128 * problem.heads as u128;
+    let (x, y, _) = device.max_cube_count;
+    let expected = (u128::from(x) * u128::from(y)).min(u128::from(i32::MAX as u32));
+    if cubes > expected {
+        return Err(Declined::Cubes {
+            given: cubes,
+            expected,
+        });
+    }
+    Ok(*blueprint)
+}
+
+/// Blueprints worth measuring for a problem, the one that is taken unmeasured first.
+pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
+    let form = |warpgroups: u32, block_kv: usize, turns: bool| ForwardBlueprint {
+        warpgroups,
+        block_kv,
+        turns,
+        polynomial: 0,
+        slack: 8,
+        head_dim: problem.head_dim,
+        value_dim: problem.value_dim,
+        dtype: problem.dtype,
+        capped: problem.softcap.is_some(),
+        biased: problem.bias.is_some(),
+        negated: problem.softcap.is_none() && problem.bias.is_none() && problem.scale < 0.0,
+    };
+    let with_polynomial = |blueprint: ForwardBlueprint, polynomial| ForwardBlueprint {
+        polynomial,
+        ..blueprint
+    };
+    match (problem.head_dim, problem.value_dim) {
+        (..=64, ..=64) => vec![
+            form(3, 128, false),
+            form(3, 128, true),
+            with_polynomial(form(3, 128, false), 2),
+            with_polynomial(form(3, 128, true), 2),
+            form(3, 96, false),
+            form(4, 96, false),
+            form(2, 64, false),
+            form(2, 128, true),
+            form(2, 192, true),
+        ],
+        (..=128, ..=128) => vec![
+            form(3, 128, false),
+            form(3, 128, true),
+            form(3, 112, false),
+            form(2, 128, true),
+            form(2, 128, false),
+            form(2, 160, true),
+            form(2, 176, true),
+        ],
+        (..=256, ..=128) => vec![form(2, 96, true), form(2, 96, false), form(2, 64, true)],
+        (..=192, ..=192) => vec![form(2, 96, true), form(2, 96, false), form(2, 64, true)],
+        _ => vec![
+            form(2, 80, true),
+            form(2, 80, false),
+            form(2, 64, true),
+            form(2, 64, false),
+        ],
+    }
+}
+
+/// Whether the copy engine can read an operand of that shape and those strides, in elements of two
+/// bytes, that starts at byte `offset` of a buffer.
+///
+/// # Errors
+/// [`Declined::Layout`].
+pub fn check_layout(
+    operand: &'static str,
+    shape: [usize; 4],
+    strides: [usize; 4],
+    offset: u64,
+) -> Result<(), Declined> {
+    let outer = |d: usize| {
+        shape[d] <= 1
+            || (strides[d] != 0 && strides[d].is_multiple_of(8) && strides[d] < 1usize << 39)
+    };
+    let inner = shape[3] <= 1 || strides[3] == 1;
+    if inner && (0..3).all(outer) && offset.is_multiple_of(16) {
+        Ok(())
+    } else {
+        Err(Declined::Layout {
+            operand,
+            strides: strides.to_vec(),
+            offset,
+        })
+    }
+}

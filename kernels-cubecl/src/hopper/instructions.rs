@@ -1,0 +1,269 @@
+//! What Hopper has and CubeCL has no name for: warpgroup products, named barriers, packed conversions.
+//!
+//! A product is one asm block from fence to wait, because its accumulators are values in CubeCL and may
+//! not be copied while the product runs. Registers of a vector are `%0..`, results before operands; a
+//! vector's length is a power of two and the product uses its first registers.
+
+use cubecl::prelude::*;
+
+/// A range of the registers of an asm block, as PTX writes it.
+fn registers(from: usize, count: usize) -> String {
+    let names: Vec<String> = (from..from + count).map(|i| format!("%{i}")).collect();
+    format!("{{{}}}", names.join(","))
+}
+
+/// A tile in shared memory as the product's descriptors step through it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Products {
+    /// `bf16` or `f16`.
+    pub element: &'static str,
+    /// Keys of a block.
+    pub block_kv: usize,
+    /// Features of query and key.
+    pub head_dim: usize,
+    /// Features of the value.
+    pub value_dim: usize,
+    /// Bytes of the query's 64 feature wide panels.
+    pub query_panel: usize,
+    /// Whether the scores are those of the negated query.
+    pub negated: bool,
+}
+
+const OPEN: &str =
+    "{ .reg .pred p0, p1; .reg .b64 a, b; setp.ne.b32 p0, 0, 0; setp.eq.b32 p1, 0, 0;\n";
+const CLOSE: &str = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }";
+
+impl Products {
+    /// `S = Q K^T` of 64 queries; operands are the two descriptors, after `length` results.
+    pub fn scores(&self, length: usize) -> String {
+        let (n, element) = (self.block_kv, self.element);
+        let results = registers(0, n / 2);
+        let key_panel = n * 128;
+        let sign = if self.negated { -1 } else { 1 };
+        let mut text = format!("{OPEN}wgmma.fence.sync.aligned;\n");
+        // 16 features a step, four steps a panel. Features past the last were filled with zeros.
+        for step in 0..self.head_dim.div_ceil(16) {
+            let at = |panel: usize| ((step / 4) * panel + (step % 4) * 32) / 16;
+            let add = if step == 0 { "p0" } else { "p1" };
+            text += &format!(
+                "add.s64 a, %{length}, {}; add.s64 b, %{}, {};\n\
+                 wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} {results}, a, b, {add}, {sign}, 1, 0, 0;\n",
+                at(self.query_panel),
+                length + 1,
+                at(key_panel),
+            );
+        }
+        text + CLOSE
+    }
+
+    /// `O = C + P V` of 64 queries; operands are C, P and V's descriptor, after `length` results.
+    pub fn values(&self, length: usize, probabilities: usize) -> String {
+        let (n, element) = (self.value_dim, self.element);
+        let results = registers(0, n / 2);
+        let mut text = OPEN.to_string();
+        for i in 0..n / 2 {
+            text += &format!("mov.f32 %{i}, %{};\n", length + i);
+        }
+        text += "wgmma.fence.sync.aligned;\n";
+        for step in 0..self.block_kv / 16 {
+            let p = registers(2 * length + 4 * step, 4);
+            text += &format!(
+                "add.s64 b, %{}, {};\n\
+                 wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} {results}, {p}, b, p1, 1, 1, 1;\n",
+                2 * length + probabilities,
+                step * 16 * 128 / 16,
+            );
+        }
+        text + CLOSE
+    }
+}
+
+/// Scores of a warpgroup's 64 queries with a block of keys.
+#[cube]
+pub(crate) fn score_product<S: Size>(
+    query: u64,
+    key: u64,
+    #[comptime] body: String,
+) -> Vector<f32, S> {
+    let scores: Vector<f32, S>;
+    gpu_asm!("/* {scores} {query} {key} */ {body}", query = in(_) query, key = in(_) key, scores = out(_) scores);
+    scores
+}
+
+/// A warpgroup's output with the values of a block of keys added.
+#[cube]
+pub(crate) fn value_product<P: Size, O: Size>(
+    output: Vector<f32, O>,
+    probabilities: Vector<u32, P>,
+    value: u64,
+    #[comptime] body: String,
+) -> Vector<f32, O> {
+    let c = by_value::<Vector<f32, O>>(output);
+    let p = by_value::<Vector<u32, P>>(probabilities);
+    let sum: Vector<f32, O>;
+    gpu_asm!("/* {sum} {c} {p} {value} */ {body}", c = in(_) c, p = in(_) p, value = in(_) value, sum = out(_) sum);
+    sum
+}
+
+/// The value of a mutable variable, of which asm would take the address.
+#[cube]
+pub(crate) fn by_value<E: CubePrimitive>(x: E) -> E {
+    intrinsic!(|scope| x.read_value(scope).into())
+}
+
+/// `2^x`, to two units in the last place.
+#[cube]
+pub(crate) fn exp2(x: f32) -> f32 {
+    let x = by_value::<f32>(x);
+    let y: f32;
+    gpu_asm!("ex2.approx.ftz.f32 {y}, {x};", x = in(_) x, y = out(_) y, options(pure, nomem));
+    y
+}
+
+/// `2^x` for `x` up to 126 without the unit that `exp2` waits for, to 4e-6 of it: a polynomial on
+/// `-1/2 .. 1/2`. NaN stays NaN, and anything under -127 is exactly 0.
+#[cube]
+pub(crate) fn exp2_polynomial(x: f32) -> f32 {
+    let x = by_value::<f32>(x);
+    let y: f32;
+    gpu_asm!(
+        "{{ .reg .f32 c, t, r, f, p; .reg .b32 s;",
+        "max.NaN.f32 c, {x}, 0fC2FE0000;",
+        "add.rn.f32 t, c, 0f4B400000;",
+        "sub.rn.f32 r, t, 0f4B400000;",
+        "sub.rn.f32 f, c, r;",
+        "fma.rn.f32 p, f, 0f3C1E5FB0, 0f3D650E71;",
+        "fma.rn.f32 p, p, f, 0f3E75FD26;",
+        "fma.rn.f32 p, p, f, 0f3F317061;",
+        "fma.rn.f32 p, p, f, 0f3F800000;",
+        "mov.b32 s, t; shl.b32 s, s, 23; add.s32 s, s, 0x3F800000; mov.b32 t, s;",
+        "mul.rn.f32 {y}, p, t; }}",
+        x = in(_) x, y = out(_) y, options(pure, nomem)
+    );
+    y
+}
+
+/// Two numbers rounded into the halves of a register.
+#[cube]
+pub(crate) fn pack(low: f32, high: f32, #[comptime] element: &'static str) -> u32 {
+    let low = by_value::<f32>(low);
+    let high = by_value::<f32>(high);
+    let y: u32;
+    gpu_asm!("cvt.rn.{element}x2.f32 {y}, {high}, {low};", low = in(_) low, high = in(_) high, y = out(_) y, options(pure, nomem));
+    y
+}
+
+/// The number in one half of a register.
+#[cube]
+pub(crate) fn unpack(pair: u32, high: u32, #[comptime] element: &'static str) -> f32 {
+    let half = by_value::<u32>(pair >> (high * 16));
+    let y: f32;
+    gpu_asm!("{{ .reg .b16 l, h; mov.b32 {{l, h}}, {half}; cvt.f32.{element} {y}, l; }}", half = in(_) half, y = out(_) y, options(pure, nomem));
+    y
+}
+
+/// Where `p` lies in shared memory, in bytes.
+#[cube]
+pub(crate) fn shared_address<E: CubePrimitive>(p: *const E) -> u32 {
+    let a: u32;
+    gpu_asm!("{{ .reg .u64 t; cvta.to.shared.u64 t, {p}; cvt.u32.u64 {a}, t; }}", p = in(_) p, a = out(_) a, options(pure, nomem));
+    a
+}
+
+/// Descriptor of a tile whose rows are 64 features wide, swizzled over 128 bytes; rows are the product's
+/// rows or columns.
+#[cube]
+pub(crate) fn row_descriptor(address: u32) -> u64 {
+    (1u64 << 62) | (64u64 << 32) | (1u64 << 16) | u64::cast_from((address & 0x3FFFF) >> 4)
+}
+
+/// Descriptor of such a tile whose features are the product's columns, in panels of `panel` bytes.
+#[cube]
+pub(crate) fn column_descriptor(address: u32, #[comptime] panel: usize) -> u64 {
+    let stride = comptime!((panel as u64) >> 4);
+    (1u64 << 62) | (64u64 << 32) | (stride << 16) | u64::cast_from((address & 0x3FFFF) >> 4)
+}
+
+/// Adds 1 to a counter in shared memory that returns to 0 after `last`; the value before.
+///
+/// Relaxed: what it counts are reads that have come back (a product that was waited for), so no fence
+/// has to hold them.
+#[cube]
+pub(crate) fn count_up(address: u32, #[comptime] last: u32) -> u32 {
+    let old: u32;
+    gpu_asm!("atom.relaxed.cta.shared::cta.inc.u32 {old}, [{address}], {last};", address = in(_) address, old = out(_) old);
+    old
+}
+
+/// Waits on named barrier `id` until `units` units have come.
+#[cube]
+pub(crate) fn named_sync(#[comptime] id: u32, #[comptime] units: u32) {
+    gpu_asm!("bar.sync {id}, {units};");
+}
+
+/// Comes to named barrier `id` without waiting.
+#[cube]
+pub(crate) fn named_arrive(#[comptime] id: u32, #[comptime] units: u32) {
+    gpu_asm!("bar.arrive {id}, {units};");
+}
+
+/// Whether `x` is not 0 in any of a warpgroup's units, by named barrier `id`.
+#[cube]
+pub(crate) fn warpgroup_any(x: u32, #[comptime] id: u32) -> u32 {
+    let x = by_value::<u32>(x);
+    let y: u32;
+    gpu_asm!(
+        "{{ .reg .pred p, q; setp.ne.u32 p, {x}, 0; barrier.cta.red.or.pred.aligned q, {id}, 128, p; selp.u32 {y}, 1, 0, q; }}",
+        x = in(_) x, y = out(_) y
+    );
+    y
+}
+
+/// `sum` plus 0 times the 16 bytes at an address: stays 0 as long as every number is finite.
+#[cube]
+pub(crate) fn watch_finite(address: u32, sum: u32, #[comptime] element: &'static str) -> u32 {
+    let a = by_value::<u32>(address);
+    let c = by_value::<u32>(sum);
+    let y: u32;
+    gpu_asm!(
+        "{{ .reg .b32 x0, x1, x2, x3, z; mov.b32 z, 0; ld.shared.v4.b32 {{x0, x1, x2, x3}}, [{a}];",
+        "fma.rn.{element}x2 x0, x0, z, {c}; fma.rn.{element}x2 x1, x1, z, x0;",
+        "fma.rn.{element}x2 x2, x2, z, x1; fma.rn.{element}x2 {y}, x3, z, x2; }}",
+        a = in(_) a, c = in(_) c, y = out(_) y
+    );
+    y
+}
+
+/// The register at an address of shared memory.
+#[cube]
+pub(crate) fn load_shared(address: u32) -> u32 {
+    let a = by_value::<u32>(address);
+    let y: u32;
+    gpu_asm!("ld.shared.b32 {y}, [{a}];", a = in(_) a, y = out(_) y);
+    y
+}
+
+/// `UNIT_POS`, read again instead of kept in a register.
+#[cube]
+pub(crate) fn unit_again() -> u32 {
+    let y: u32;
+    gpu_asm!("mov.u32 {y}, %tid.x;", y = out(_) y, options(nomem));
+    y
+}
+
+/// `1 / x` to one unit in the last place.
+#[cube]
+pub(crate) fn reciprocal(x: f32) -> f32 {
+    let x = by_value::<f32>(x);
+    let y: f32;
+    gpu_asm!("rcp.approx.f32 {y}, {x};", x = in(_) x, y = out(_) y, options(pure, nomem));
+    y
+}
+
+/// Minus infinity, where it is needed instead of in a register all along.
+#[cube]
+pub(crate) fn minus_infinity() -> f32 {
+    let y: f32;
+    gpu_asm!("mov.f32 {y}, 0fFF800000;", y = out(_) y, options(nomem));
+    y
+}

@@ -1,0 +1,128 @@
+//! Tensor maps over the operands as they lie, allocation and launch.
+
+use super::blueprint::{Declined, ForwardBlueprint, check_layout};
+use super::forward::forward_kernel;
+use crate::device::elem_type;
+use crate::operands::{Operands, broadcast_bias, broadcast_mask, cube_count, geometry, optional};
+use cubecl::ir::AddressType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use cubecl::zspace::{Shape, Strides};
+use flash_attention_spec::Problem;
+
+/// Keys and values of the heads whose cubes run side by side, in bytes: half of the cache.
+const SECTION: usize = 24 << 20;
+
+/// Whether the family reads query, key and value as they lie in memory.
+///
+/// # Errors
+/// [`Declined::Layout`] names the first that it does not.
+pub fn check_operands(operands: &Operands) -> Result<(), Declined> {
+    let floats = [
+        ("query", &operands.query),
+        ("key", &operands.key),
+        ("value", &operands.value),
+    ];
+    for (name, x) in floats {
+        let four = |list: &[usize]| [list[0], list[1], list[2], list[3]];
+        check_layout(
+            name,
+            four(&x.shape),
+            four(&x.strides),
+            x.handle.offset_start.unwrap_or(0),
+        )?;
+    }
+    Ok(())
+}
+
+/// The output `[batch, heads, seq_q, value_dim]` and the statistics `[2, batch, heads, seq_q]` in
+/// `f32` (row maximum, logarithm of the sum of `exp(score - maximum)`), both packed.
+///
+/// `blueprint` is what [`plan_forward`](super::plan_forward) returned for `problem` on the client's
+/// device, or one of [`variants`](super::variants) that fits it; `operands` passed
+/// [`check_operands`].
+pub fn attention_forward(
+    client: &Client,
+    problem: &Problem,
+    blueprint: &ForwardBlueprint,
+    operands: Operands,
+) -> (Handle, Handle) {
+    let rows = problem.lse_shape().iter().product::<usize>();
+    let bytes = problem.dtype.size();
+    let output = client.empty(rows * problem.value_dim * bytes);
+    let statistics = client.empty(2 * rows * 4);
+    if rows == 0 {
+        return (output, statistics);
+    }
+    let heads = problem.batch * problem.heads;
+    let cubes = problem.seq_q.div_ceil(blueprint.block_q()) * heads;
+    let per_head = problem.seq_kv * (problem.head_dim + problem.value_dim) * bytes;
+    let section = (SECTION / per_head.max(1) * problem.group()).clamp(1, heads);
+    let longest = [
+        &operands.bias,
+        &operands.mask.as_ref().map(|(mask, _)| mask.clone()),
+    ]
+    .into_iter()
+    .flatten()
+    .map(|x| x.handle.size as usize)
+    .chain([rows * problem.value_dim, cubes])
+    .max()
+    .unwrap_or(0);
+    let (mask, mask_element) = broadcast_mask(problem, operands.mask);
+    let element = elem_type(problem.dtype);
+    let map = |x: TensorBinding, rows: usize| {
+        TensorMapArg::new(
+            TiledArgs {
+                tile_size: Shape::new([1, 1, rows, 64]),
+            },
+            mapped(x).into_tensor_arg(),
+            element,
+        )
+        .with_swizzle(TensorMapSwizzle::B128)
+        .with_prefetch(TensorMapPrefetch::B256)
+    };
+    // SAFETY: tensor maps bound every read of query, key and value; mask and bias are read at
+    // positions of the problem only, through their strides; each element of the two packed outputs
+    // allocated above is written once, and every loop ends at a number of blocks.
+    unsafe {
+        forward_kernel::launch_unchecked(
+            client,
+            cube_count(client, cubes),
+            CubeDim::new_1d(blueprint.units()),
+            AddressType::from_len(longest),
+            blueprint.score_registers(),
+            blueprint.probability_registers(),
+            blueprint.output_registers(),
+            map(operands.query, blueprint.block_q()),
+            map(operands.key, blueprint.block_kv),
+            map(operands.value, blueprint.block_kv),
+            optional(&mask),
+            optional(&broadcast_bias(problem, operands.bias)),
+            BufferArg::from_raw_parts(output.clone(), rows * problem.value_dim / 2),
+            BufferArg::from_raw_parts(statistics.clone(), 2 * rows),
+            geometry(problem),
+            section,
+            *blueprint,
+            element,
+            mask_element,
+        );
+    }
+    (output, statistics)
+}
+
+/// The operand with strides that a tensor map takes: those of dimensions of one element are never
+/// walked and may be anything.
+fn mapped(x: TensorBinding) -> TensorBinding {
+    let mut strides: Vec<usize> = x.strides.iter().copied().collect();
+    let row = x.shape[3].next_multiple_of(8);
+    for d in 0..3 {
+        if x.shape[d] <= 1 {
+            strides[d] = row;
+        }
+    }
+    strides[3] = 1;
+    TensorBinding {
+        strides: Strides::new(&strides),
+        ..x
+    }
+}

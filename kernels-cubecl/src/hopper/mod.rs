@@ -1,0 +1,40 @@
+//! Warpgroup products and tensor copies of compute capability 9.0, through CubeCL's CUDA C++ generator.
+//!
+//! A cube owns a block of queries of a head; each of its warpgroups owns 64 of them, with the output
+//! and a block of scores in registers. Keys and values come through shared memory in two stages each,
+//! by the copy engine, which also fills in zeros past the ends of a sequence and of a head.
+//!
+//! ```text
+//! for each visible key block, from the last          all warpgroups walk the same blocks
+//!     wait for K                                      a warpgroup that sees nothing of it passes by
+//!     S = Q K^T            one run of products, both operands in shared memory
+//!     done with K          the last plane of the cube asks for the block after the next
+//!     hide, cap, bias      where the block is not wholly visible
+//!     m' = max(m, rowmax S)      over four neighbouring units
+//!     O, l *= 2^(m - m')   only where a maximum outgrew what f16 and f32 can carry
+//!     P = 2^(S - m)        rounded in place, in the layout of the next product's operand
+//!     wait for V
+//!     O += P V             P in registers
+//!     done with V
+//! O / l, m and ln l to global memory
+//! ```
+//!
+//! While one warpgroup takes exponents another multiplies. They may take turns at it, so that the
+//! products of two do not wait for each other.
+//!
+//! A probability of 0 does not undo a value that is not finite: 0 times it is NaN. Where a block has
+//! hidden keys, its values are looked at first, and one that is not finite sends the block's product
+//! to a loop over keys that leaves out those of probability 0.
+
+mod blueprint;
+mod forward;
+mod instructions;
+mod launch;
+#[cfg(feature = "machine-code")]
+mod machine_code;
+mod softmax;
+
+pub use blueprint::{Declined, ForwardBlueprint, check_layout, plan_forward, variants};
+pub use launch::{attention_forward, check_operands};
+#[cfg(feature = "machine-code")]
+pub(crate) use machine_code::specimens;

@@ -1,0 +1,233 @@
+//! Softmax on the registers of a product: a unit holds columns `8 j + 2 (lane % 4)` and the next of two
+//! rows, eight apart.
+//!
+//! Exponents are of base two, of scores in units that a factor turns into its logarithm: dot products
+//! as they are, or, where cap or bias change them, finished scores.
+
+use super::blueprint::ForwardBlueprint;
+use super::instructions::{exp2, exp2_polynomial, minus_infinity, pack, reciprocal};
+use crate::schedule::Geometry;
+use crate::score::{finish_score, is_visible, lowest, score_row};
+use cubecl::prelude::*;
+
+/// The running statistics of two rows.
+#[derive(CubeType)]
+pub(crate) struct RowPair {
+    /// Highest score so far.
+    top_0: f32,
+    top_1: f32,
+    /// The score that probabilities are relative to: `top`, or a little behind it.
+    base_0: f32,
+    base_1: f32,
+    /// The unit's part of the sum of probabilities.
+    sum_0: f32,
+    sum_1: f32,
+    /// From scores to exponents of two; not negative.
+    factor: f32,
+}
+
+/// What is stored of a row.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct RowEnd {
+    pub maximum: f32,
+    pub log_sum: f32,
+    pub inverse: f32,
+}
+
+const LOG2_E: f32 = std::f32::consts::LOG2_E;
+const LN_2: f32 = std::f32::consts::LN_2;
+
+#[cube]
+impl RowPair {
+    pub fn new(geometry: &Geometry, #[comptime] blueprint: ForwardBlueprint) -> RowPair {
+        let mut factor = LOG2_E.runtime();
+        if comptime!(blueprint.plain()) {
+            factor = geometry.scale.abs() * LOG2_E;
+        }
+        RowPair {
+            top_0: lowest(),
+            top_1: lowest(),
+            base_0: lowest(),
+            base_1: lowest(),
+            sum_0: 0.0f32,
+            sum_1: 0.0f32,
+            factor,
+        }
+    }
+
+    /// Takes the maxima of a block in. Whether a row outgrew its base: probabilities would pass
+    /// 2^`blueprint.slack`.
+    pub fn grow<S: Size>(
+        &mut self,
+        scores: Vector<f32, S>,
+        #[comptime] blueprint: ForwardBlueprint,
+    ) -> bool {
+        let mut high_0 = self.top_0;
+        let mut high_1 = self.top_1;
+        #[unroll]
+        for j in 0..comptime!(blueprint.block_kv / 8) {
+            high_0 = max(
+                high_0,
+                max(scores.extract(4 * j), scores.extract(4 * j + 1)),
+            );
+            high_1 = max(
+                high_1,
+                max(scores.extract(4 * j + 2), scores.extract(4 * j + 3)),
+            );
+        }
+        high_0 = max(high_0, plane_shuffle_xor(high_0, 1u32));
+        high_1 = max(high_1, plane_shuffle_xor(high_1, 1u32));
+        high_0 = max(high_0, plane_shuffle_xor(high_0, 2u32));
+        high_1 = max(high_1, plane_shuffle_xor(high_1, 2u32));
+        self.top_0 = high_0;
+        self.top_1 = high_1;
+        let slack = comptime!(blueprint.slack as f32);
+        (high_0 - self.base_0) * self.factor > slack || (high_1 - self.base_1) * self.factor > slack
+    }
+
+    /// Moves the bases up to the maxima; what earlier sums are worth now.
+    pub fn rescale(&mut self) -> (f32, f32) {
+        // The difference of a first maximum may overflow, and infinity times a factor of 0 is NaN.
+        let a0 = exp2(max(self.base_0 - self.top_0, lowest()) * self.factor);
+        let a1 = exp2(max(self.base_1 - self.top_1, lowest()) * self.factor);
+        self.base_0 = self.top_0;
+        self.base_1 = self.top_1;
+        self.sum_0 *= a0;
+        self.sum_1 *= a1;
+        (a0, a1)
+    }
+
+    /// Sums over the four units of the first or second row, and what is stored.
+    pub fn finish(
+        &self,
+        geometry: &Geometry,
+        #[comptime] second: bool,
+        #[comptime] blueprint: ForwardBlueprint,
+    ) -> RowEnd {
+        let unit = if comptime!(blueprint.plain()) {
+            geometry.scale.abs()
+        } else {
+            1.0f32.runtime()
+        };
+        if comptime!(second) {
+            row_end(self.top_1, self.base_1, self.sum_1, self.factor, unit)
+        } else {
+            row_end(self.top_0, self.base_0, self.sum_0, self.factor, unit)
+        }
+    }
+}
+
+#[cube]
+fn row_end(top: f32, base: f32, sum: f32, factor: f32, unit: f32) -> RowEnd {
+    let pair = sum + plane_shuffle_xor(sum, 1u32);
+    let total = pair + plane_shuffle_xor(pair, 2u32);
+    // A row that sees nothing: o = 0, lse = 0 + -inf.
+    let mut maximum = 0.0f32;
+    let mut log_sum = minus_infinity();
+    let mut inverse = 0.0f32;
+    if total != 0.0f32 {
+        maximum = top * unit;
+        inverse = reciprocal(total);
+        // Probabilities were relative to the rounded base: back to the maximum without rounding.
+        log_sum = total.ln() - LN_2 * fma(top, factor, -max(base * factor, lowest()));
+    }
+    RowEnd {
+        maximum,
+        log_sum,
+        inverse,
+    }
+}
+
+/// The scores of a block that is not wholly visible, or not plain; probability 0 where hidden.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn masked_scores<E: Float, M: Int, S: Size>(
+    dots: Vector<f32, S>,
+    row: i32,
+    column: i32,
+    batch: usize,
+    head: usize,
+    mask: &ComptimeOption<&Tensor<M>>,
+    bias: &ComptimeOption<&Tensor<E>>,
+    geometry: &Geometry,
+    #[comptime] blueprint: ForwardBlueprint,
+) -> Vector<f32, S> {
+    let mut scores = dots;
+    let hidden = minus_infinity();
+    let view_0 = score_row::<E, M>(row, batch, head, mask, bias, geometry);
+    let view_1 = score_row::<E, M>(row + 8, batch, head, mask, bias, geometry);
+    // Key by key, so that a key's number serves both rows and is forgotten.
+    #[unroll]
+    for j in 0..comptime!(blueprint.block_kv / 8) {
+        #[unroll]
+        for c in 0..2usize {
+            let key = column + comptime!((8 * j + c) as i32);
+            #[unroll]
+            for r in 0..2usize {
+                let view = if comptime!(r == 0) { view_0 } else { view_1 };
+                let at = comptime!(4 * j + 2 * r + c);
+                if comptime!(blueprint.plain()) {
+                    // Below every dot product, so that no base makes a probability of it.
+                    let visible = is_visible::<M>(view, key, mask);
+                    scores.insert(at, select(visible, scores.extract(at), hidden));
+                } else {
+                    // Lowest times log2(e) is below what any base comes to.
+                    let score = finish_score::<E, M>(
+                        scores.extract(at),
+                        view,
+                        key,
+                        mask,
+                        bias,
+                        geometry,
+                        blueprint.capped,
+                    );
+                    scores.insert(at, score);
+                }
+            }
+        }
+    }
+    scores
+}
+
+/// Probabilities relative to the bases, rounded in pairs; their sums are of the unrounded.
+#[cube]
+pub(crate) fn probabilities<S: Size, P: Size>(
+    scores: Vector<f32, S>,
+    rows: &mut RowPair,
+    #[comptime] blueprint: ForwardBlueprint,
+) -> Vector<u32, P> {
+    let element = comptime!(blueprint.element());
+    let factor = rows.factor;
+    // Finite, so that minus infinity stays that.
+    let base_0 = max(rows.base_0 * factor, lowest());
+    let base_1 = max(rows.base_1 * factor, lowest());
+    let mut p = Vector::<u32, P>::new(0u32);
+    let mut sum_0 = 0.0f32;
+    let mut sum_1 = 0.0f32;
+    #[unroll]
+    for j in 0..comptime!(blueprint.block_kv / 8) {
+        let polynomial =
+            comptime!(blueprint.polynomial > 0 && j as u32 % blueprint.polynomial == 0);
+        let a = power(fma(scores.extract(4 * j), factor, -base_0), polynomial);
+        let b = power(fma(scores.extract(4 * j + 1), factor, -base_0), false);
+        let c = power(fma(scores.extract(4 * j + 2), factor, -base_1), polynomial);
+        let d = power(fma(scores.extract(4 * j + 3), factor, -base_1), false);
+        sum_0 += a + b;
+        sum_1 += c + d;
+        p.insert(2 * j, pack(a, b, element));
+        p.insert(2 * j + 1, pack(c, d, element));
+    }
+    rows.sum_0 += sum_0;
+    rows.sum_1 += sum_1;
+    p
+}
+
+#[cube]
+fn power(x: f32, #[comptime] polynomial: bool) -> f32 {
+    if comptime!(polynomial) {
+        exp2_polynomial(x)
+    } else {
+        exp2(x)
+    }
+}

@@ -1,0 +1,163 @@
+//! What the Hopper family takes and what it declines, on recorded devices and layouts.
+
+use flash_attention_spec::{Dtype, Operand, Operands, Options, Problem};
+use kernels_cubecl::device::Device;
+use kernels_cubecl::hopper::{Declined, check_layout, plan_forward, variants};
+
+/// As an NVIDIA H200 reports itself.
+fn h200() -> Device {
+    Device {
+        hardware: "NVIDIA H200".to_string(),
+        compiler: "cuda c++",
+        plane_size: (32, 32),
+        shared_memory: 232_448,
+        units: 1024,
+        max_bindings: 1024,
+        max_cube_count: (i32::MAX as u32, 65_535, 65_535),
+        max_buffer: 64 << 30,
+        dtypes: Dtype::ALL.to_vec(),
+        matrix_shapes: Vec::new(),
+        cuda_capability: Some(90),
+        tensor_copies: true,
+        multiprocessors: Some(132),
+    }
+}
+
+fn problem(seq: [usize; 2], dims: [usize; 2], dtype: Dtype, options: Options) -> Problem {
+    let operands = Operands {
+        query: Operand::new([1, 4, seq[0], dims[0]], dtype),
+        key: Operand::new([1, 2, seq[1], dims[0]], dtype),
+        value: Operand::new([1, 2, seq[1], dims[1]], dtype),
+        mask: None,
+        bias: None,
+    };
+    Problem::new(&operands, &options).expect("a valid problem")
+}
+
+/// Catches blocks that the device cannot hold, registers that no unit has, and panels that the
+/// products cannot step through.
+#[test]
+fn every_variant_of_every_dimension_fits() {
+    let device = h200();
+    for head_dim in (8..=256).step_by(8) {
+        for value_dim in (8..=256).step_by(8) {
+            let problem = problem(
+                [300, 500],
+                [head_dim, value_dim],
+                Dtype::BF16,
+                Options::default(),
+            );
+            let chosen = plan_forward(&problem, &device).expect("every such dimension is served");
+            let all = variants(&problem);
+            assert_eq!(
+                chosen, all[0],
+                "{head_dim} {value_dim}: the first variant fits"
+            );
+            for blueprint in all {
+                let case = format!("{blueprint:?}");
+                assert!(blueprint.shared_memory() <= device.shared_memory, "{case}");
+                assert!(blueprint.units() <= device.units, "{case}");
+                assert!(
+                    blueprint.block_kv.is_multiple_of(16) && blueprint.block_kv <= 256,
+                    "{case}"
+                );
+                assert!(blueprint.block_q() <= 256, "{case}: rows of a tensor copy");
+                assert!(!blueprint.turns || blueprint.warpgroups > 1, "{case}");
+                let held = (blueprint.block_kv + blueprint.value_dim) / 2;
+                let limit = 65_536 / blueprint.units() as usize;
+                assert!(
+                    held + 32 <= limit.min(255),
+                    "{case}: {held} registers of {limit}"
+                );
+            }
+        }
+    }
+}
+
+/// Catches a device or a problem that would reach code it cannot run.
+#[test]
+fn what_it_cannot_serve_it_declines_by_name() {
+    let plain = |dims, dtype| problem([64, 64], dims, dtype, Options::default());
+    let good = plain([64, 64], Dtype::F16);
+    let reason = |problem: &Problem, device: &Device| {
+        plan_forward(problem, device)
+            .expect_err("declined")
+            .to_string()
+    };
+    let llvm = Device {
+        compiler: "llvm",
+        ..h200()
+    };
+    assert_eq!(
+        reason(&good, &llvm),
+        "kernels are compiled by llvm, expected cuda c++"
+    );
+    let blackwell = Device {
+        cuda_capability: Some(120),
+        ..h200()
+    };
+    assert_eq!(
+        reason(&good, &blackwell),
+        "compute capability is 12.0, expected 9.0"
+    );
+    let small = Device {
+        shared_memory: 48 << 10,
+        ..h200()
+    };
+    assert!(matches!(
+        plan_forward(&good, &small),
+        Err(Declined::SharedMemory { .. })
+    ));
+    let single = plain([64, 64], Dtype::F32);
+    assert_eq!(
+        reason(&single, &h200()),
+        "element type is f32, expected f16 or bf16"
+    );
+    let odd = plain([64, 60], Dtype::F16);
+    assert_eq!(
+        reason(&odd, &h200()),
+        "value_dim is 60, expected a multiple of 8"
+    );
+    let empty = problem([64, 0], [64, 64], Dtype::F16, Options::default());
+    assert_eq!(reason(&empty, &h200()), "seq_kv is 0");
+    let zero = Options {
+        scale: Some(0.0),
+        ..Options::default()
+    };
+    let zero = problem([64, 64], [64, 64], Dtype::F16, zero);
+    assert!(matches!(
+        plan_forward(&zero, &h200()),
+        Err(Declined::Scale { .. })
+    ));
+}
+
+/// Catches a sign that is applied twice or not at all.
+#[test]
+fn a_negative_scale_negates_the_product_of_plain_scores_alone() {
+    let options = Options {
+        scale: Some(-0.5),
+        ..Options::default()
+    };
+    let plain = problem([64, 64], [64, 64], Dtype::F16, options);
+    assert!(plan_forward(&plain, &h200()).expect("served").negated);
+    let capped = Options {
+        softcap: Some(10.0),
+        ..options
+    };
+    let capped = problem([64, 64], [64, 64], Dtype::F16, capped);
+    assert!(!plan_forward(&capped, &h200()).expect("served").negated);
+}
+
+/// Catches layouts that the copy engine would refuse at the launch, where nobody hears of it.
+#[test]
+fn only_layouts_of_the_copy_engine_pass() {
+    let shape = [2, 4, 100, 64];
+    let check = |strides, offset| check_layout("key", shape, strides, offset).is_ok();
+    assert!(check([25_600, 6_400, 64, 1], 0));
+    assert!(check([25_600, 64, 256, 1], 32), "heads beside each other");
+    assert!(!check([25_600, 6_400, 64, 1], 8), "offset of half a chunk");
+    assert!(!check([25_600, 6_400, 68, 1], 0), "rows of half chunks");
+    assert!(!check([25_600, 0, 64, 1], 0), "expanded heads");
+    assert!(!check([25_600, 6_400, 1, 100], 0), "transposed");
+    assert!(check_layout("key", [1, 1, 100, 64], [0, 3, 64, 1], 0).is_ok());
+}
