@@ -56,6 +56,39 @@ pub(crate) fn power(x: f32, #[comptime] assembly: bool) -> f32 {
     }
 }
 
+/// `x` of the lane whose number differs in the bits of `lanes`. Every lane of the warp takes part;
+/// the generator would ask which do, and keep instructions from moving past the question.
+#[cube]
+fn from_lane(x: f32, #[comptime] lanes: u32, #[comptime] assembly: bool) -> f32 {
+    if comptime!(assembly) {
+        let x = by_value::<f32>(x);
+        let y: f32;
+        gpu_asm!(
+            "shfl.sync.bfly.b32 {y}, {x}, {lanes}, 31, 0xffffffff;",
+            x = in(_) x, y = out(_) y, options(nomem)
+        );
+        by_value::<f32>(y)
+    } else {
+        plane_shuffle_xor(x, lanes)
+    }
+}
+
+/// Whether `x` holds in any lane of the warp.
+#[cube]
+fn in_any_lane(x: bool, #[comptime] assembly: bool) -> bool {
+    if comptime!(assembly) {
+        let x = by_value::<u32>(select(x, 1u32, 0u32));
+        let y: u32;
+        gpu_asm!(
+            "{{ .reg .pred p; setp.ne.u32 p, {x}, 0; vote.sync.any.pred p, p, 0xffffffff; selp.u32 {y}, 1, 0, p; }}",
+            x = in(_) x, y = out(_) y, options(nomem)
+        );
+        by_value::<u32>(y) != 0
+    } else {
+        plane_any(x)
+    }
+}
+
 /// Exponents of the base in one unit of the natural exponent.
 #[cube]
 pub(crate) fn natural_unit(#[comptime] assembly: bool) -> f32 {
@@ -179,8 +212,8 @@ pub(crate) fn raise_maximum(
                 }
             }
         }
-        highest = max(highest, plane_shuffle_xor(highest, 1u32));
-        highest = max(highest, plane_shuffle_xor(highest, 2u32));
+        highest = max(highest, from_lane(highest, 1u32, config.assembly));
+        highest = max(highest, from_lane(highest, 2u32, config.assembly));
         let alpha = power(
             reference(statistics.maximum[row], magnitude) - reference(highest, magnitude),
             config.assembly,
@@ -191,7 +224,7 @@ pub(crate) fn raise_maximum(
         changed = changed || alpha != 1.0f32;
     }
     // After the first few blocks the maximum seldom moves.
-    if plane_any(changed) {
+    if in_any_lane(changed, config.assembly) {
         #[unroll]
         for r in 0..row_tiles {
             #[unroll]
@@ -287,8 +320,8 @@ pub(crate) fn row_result(
     #[comptime] config: Config,
 ) -> RowResult {
     let mut total = statistics.sum[row];
-    total += plane_shuffle_xor(total, 1u32);
-    total += plane_shuffle_xor(total, 2u32);
+    total += from_lane(total, 1u32, config.assembly);
+    total += from_lane(total, 2u32, config.assembly);
     let mut inverse = 0.0f32;
     let mut log_sum = geometry.negative_infinity;
     let mut maximum = 0.0f32;
