@@ -33,13 +33,15 @@ pub(crate) const fn pitch(dim: usize) -> usize {
 
 /// The row and chunk that a lane addresses in a 16 x 16 block, for an operand whose rows are the
 /// rows of `A`, or the rows summed over in `B` (loaded transposed).
-pub(crate) const fn lane_along_rows(lane: usize) -> (usize, usize) {
+#[cube]
+fn lane_along_rows(lane: usize) -> (usize, usize) {
     (lane % 16, lane / 16)
 }
 
 /// The row and chunk that a lane addresses in a 16 x 16 block of an operand whose rows are the
 /// columns of `B`.
-pub(crate) const fn lane_along_columns(lane: usize) -> (usize, usize) {
+#[cube]
+fn lane_along_columns(lane: usize) -> (usize, usize) {
     (lane % 8 + lane / 16 * 8, lane / 8 % 2)
 }
 
@@ -72,8 +74,8 @@ pub(crate) fn along_rows<E: Float>(
     #[comptime] pitch: usize,
     #[comptime] instructions: Instructions,
 ) -> Place {
-    let lane = UNIT_POS_PLANE as usize;
-    place(tile, (first + lane % 16) * pitch + lane / 16, instructions)
+    let (row, chunk) = lane_along_rows(UNIT_POS_PLANE as usize);
+    place(tile, (first + row) * pitch + chunk, instructions)
 }
 
 /// The lane's place for [`lane_along_columns`].
@@ -83,12 +85,8 @@ pub(crate) fn along_columns<E: Float>(
     #[comptime] pitch: usize,
     #[comptime] instructions: Instructions,
 ) -> Place {
-    let lane = UNIT_POS_PLANE as usize;
-    place(
-        tile,
-        (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2,
-        instructions,
-    )
+    let (row, chunk) = lane_along_columns(UNIT_POS_PLANE as usize);
+    place(tile, row * pitch + chunk, instructions)
 }
 
 /// A 16 x 16 block, `offset` chunks from the lane's place: the four registers of an `A` fragment,

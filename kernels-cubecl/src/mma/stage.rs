@@ -79,11 +79,6 @@ impl Staging {
             1
         }
     }
-
-    /// Chunks of the tile in shared memory.
-    pub(crate) const fn shared(&self) -> usize {
-        self.rows * pitch(self.dim)
-    }
 }
 
 /// Eight features of a row; 0 past the last row and past the last feature, so that memory outside
