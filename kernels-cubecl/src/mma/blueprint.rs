@@ -56,6 +56,18 @@ pub struct Blueprint {
     pub asynchronous: bool,
 }
 
+impl Blueprint {
+    /// Shared memory of a cube of each kernel, in bytes: forward, query gradient, key and value
+    /// gradients.
+    pub fn shared_memory(&self, problem: &Problem) -> [usize; 3] {
+        [
+            forward_shared_memory(problem, &self.forward),
+            query_gradient_shared_memory(problem, &self.query_gradient),
+            key_value_gradient_shared_memory(problem, &self.key_value_gradient),
+        ]
+    }
+}
+
 /// Why this family does not serve a problem on a device.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -131,13 +143,19 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
     }
     let asynchronous = device.copy_async;
     let widest = problem.head_dim.max(problem.value_dim);
-    let fits = |needed: usize| needed <= device.shared_memory;
-    let forward = candidates(widest, asynchronous, &FORWARD)
-        .find(|blocks| fits(forward_shared_memory(problem, blocks)));
-    let query_gradient = candidates(widest, asynchronous, &QUERY_GRADIENT)
-        .find(|blocks| fits(query_gradient_shared_memory(problem, blocks)));
-    let key_value_gradient = candidates(widest, asynchronous, &KEY_VALUE_GRADIENT)
-        .find(|blocks| fits(key_value_gradient_shared_memory(problem, blocks)));
+    let first = |table, shared_memory: fn(&Problem, &Blocks) -> usize| {
+        let fits = |cubes: usize| {
+            candidates(widest, asynchronous, table).find(|blocks| {
+                let needed = shared_memory(problem, blocks) + RESERVED;
+                cubes * needed <= device.shared_memory + RESERVED
+            })
+        };
+        // While one cube waits for its loads or raises powers, another one multiplies.
+        fits(2).or_else(|| fits(1))
+    };
+    let forward = first(&FORWARD, forward_shared_memory);
+    let query_gradient = first(&QUERY_GRADIENT, query_gradient_shared_memory);
+    let key_value_gradient = first(&KEY_VALUE_GRADIENT, key_value_gradient_shared_memory);
     let (Some(forward), Some(query_gradient), Some(key_value_gradient)) =
         (forward, query_gradient, key_value_gradient)
     else {
@@ -156,6 +174,10 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
         asynchronous,
     })
 }
+
+/// What a cube's shared memory costs beyond its own: a multiprocessor has as much more than a cube
+/// can have.
+const RESERVED: usize = 1 << 10;
 
 /// Blocks in order of preference for heads up to a width, with asynchronous copies and without.
 type Table = [(usize, &'static [Blocks], &'static [Blocks])];
@@ -181,13 +203,13 @@ const fn staged_twice(warps: usize, row_tiles: usize, walked: usize) -> Blocks {
 const FORWARD: [(usize, &[Blocks], &[Blocks]); 3] = [
     (
         64,
-        &[blocks(4, 2, 128), blocks(4, 1, 32)],
+        &[blocks(4, 2, 64), blocks(4, 1, 32)],
         &[blocks(4, 2, 64), blocks(4, 1, 32)],
     ),
     (
         128,
         &[blocks(4, 2, 64), blocks(4, 2, 32), blocks(4, 1, 32)],
-        &[blocks(8, 1, 64), blocks(4, 1, 32)],
+        &[blocks(4, 2, 32), blocks(4, 1, 32)],
     ),
     (
         256,
@@ -222,7 +244,12 @@ const KEY_VALUE_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
     ),
     (
         128,
-        &[staged_twice(4, 1, 64), blocks(4, 1, 64), blocks(4, 1, 32)],
+        &[
+            staged_twice(4, 1, 64),
+            blocks(4, 1, 64),
+            blocks(8, 1, 32),
+            blocks(4, 1, 32),
+        ],
         &[blocks(4, 1, 32)],
     ),
     (
@@ -266,19 +293,19 @@ fn smallest(problem: &Problem) -> usize {
 }
 
 /// Bytes of a cube: queries (then outputs), keys, values, flags.
-pub(super) fn forward_shared_memory(problem: &Problem, blocks: &Blocks) -> usize {
+fn forward_shared_memory(problem: &Problem, blocks: &Blocks) -> usize {
     let (key, value) = (pitch(problem.head_dim), pitch(problem.value_dim));
     let chunks = blocks.owned() * key.max(value) + blocks.walked * (key + value);
     chunks * 16 + flags(blocks)
 }
 
 /// Bytes of a cube: queries and output gradients with their statistics, keys and values, flags.
-pub(super) fn query_gradient_shared_memory(problem: &Problem, blocks: &Blocks) -> usize {
+fn query_gradient_shared_memory(problem: &Problem, blocks: &Blocks) -> usize {
     gradient_tiles(problem, blocks) + blocks.owned() * 3 * 4 + flags(blocks)
 }
 
 /// Bytes of a cube: keys and values, queries and output gradients with their statistics, flags.
-pub(super) fn key_value_gradient_shared_memory(problem: &Problem, blocks: &Blocks) -> usize {
+fn key_value_gradient_shared_memory(problem: &Problem, blocks: &Blocks) -> usize {
     gradient_tiles(problem, blocks) + blocks.stages * blocks.walked * 3 * 4 + flags(blocks)
 }
 
@@ -313,6 +340,11 @@ impl Config {
     /// Whether the score of a visible key is its dot product times the scale.
     pub(crate) const fn plain(&self) -> bool {
         !self.capped && !self.biased
+    }
+
+    /// Whether the largest score belongs to the smallest value that the softmax compares.
+    pub(crate) const fn descending(&self) -> bool {
+        self.plain() && self.negative
     }
 
     /// The exponent bits of two elements in a word.

@@ -2,12 +2,17 @@
 
 use super::blueprint::Config;
 use super::fragment::{
-    Accumulator, CHUNK, Chunk, Pair, along_columns, along_rows, as_weights, chunks, dot_products,
-    pitch, round_pair, weighted_sum, zeros,
+    Accumulator, CHUNK, Chunk, Pair, Registers, add_weighted_rows, along_columns, along_rows,
+    chunks, dot_products, pitch, round_pair, zeros,
 };
-use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
-use super::softmax::{Position, finish_scores, no_statistics, row_result, softmax_block};
-use super::stage::{issue, land, rows_of};
+use super::hidden::{
+    WeightForm, add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags,
+};
+use super::softmax::{
+    Position, exponent_factor, exponentials, finish_scores, no_statistics, raise_maximum,
+    references, row_result,
+};
+use super::stage::{await_copies, issue, land, rows_of, stage_first};
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
 use cubecl::prelude::*;
 
@@ -61,7 +66,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
         Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * value_pitch), 16usize);
     let mut flags = row_flags(block_kv);
 
-    let query_staging = comptime!(config.staging(block_q, config.head_dim).direct());
+    let query_staging = comptime!(config.staging(block_q, config.head_dim));
     let key_staging = comptime!(config.staging(block_kv, config.head_dim));
     let value_staging = comptime!(config.staging(block_kv, config.value_dim));
     let mut pending_key = Array::<Chunk<E>>::new(comptime!(key_staging.pending()));
@@ -79,22 +84,12 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
     let first_block = visible.first as usize / block_kv;
     let end_block = (visible.end as usize).div_ceil(block_kv);
 
-    issue(
+    stage_first(
         query,
         query_rows,
         first_query,
         &mut queries,
-        0usize,
         &mut pending_key,
-        query_staging,
-    );
-    land(
-        query,
-        query_rows,
-        first_query,
-        &mut queries,
-        0usize,
-        &pending_key,
         query_staging,
     );
     if first_block < end_block {
@@ -187,16 +182,6 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             key_tiles,
             config,
         );
-        softmax_block(
-            &mut scores,
-            &mut out,
-            &mut running,
-            &geometry,
-            key_tiles,
-            value_tiles,
-            config,
-        );
-
         let mut flagged = false;
         if edge {
             flag_rows(
@@ -213,33 +198,68 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
                 sync_cube();
             }
         }
-        let weights = as_weights::<E>(&scores, row_tiles, key_tiles, instructions);
-        weighted_sum::<E>(
+        raise_maximum(
+            &scores,
             &mut out,
-            &weights,
-            &values,
-            value_place,
-            row_tiles,
+            &mut running,
+            &geometry,
             key_tiles,
-            config.value_dim,
-            instructions,
+            value_tiles,
+            config,
         );
+        let factor = exponent_factor(&geometry, config);
+        let references = references(&running, &geometry, config);
         if flagged {
             add_flagged_rows(
                 &mut out,
                 &scores,
+                &references,
+                factor,
                 &flags,
                 value,
                 value_rows,
                 first_kv,
                 row_tiles,
                 key_tiles,
+                comptime!(if config.assembly {
+                    WeightForm::BinaryExponents
+                } else {
+                    WeightForm::Exponents
+                }),
                 value_staging,
+            );
+        }
+        // Exponentials of the next 16 keys and products of these run side by side.
+        #[unroll]
+        for k in 0..comptime!(block_kv / 16) {
+            let mut weights = Sequence::<Registers>::new();
+            #[unroll]
+            for r in 0..row_tiles {
+                weights.push(exponentials::<E>(
+                    &scores,
+                    &references,
+                    &mut running.sum,
+                    factor,
+                    r,
+                    comptime!(r * key_tiles + 2 * k),
+                    config,
+                ));
+            }
+            add_weighted_rows::<E>(
+                &mut out,
+                &weights,
+                &values,
+                value_place,
+                row_tiles,
+                k,
+                config.value_dim,
+                instructions,
             );
         }
     }
 
     // Every warp is done with the queries; their place is for the outputs.
+    await_copies(query_staging);
     sync_cube();
     let lane = UNIT_POS_PLANE as usize;
     let rows = geometry.batch * geometry.heads * geometry.seq_q as usize;

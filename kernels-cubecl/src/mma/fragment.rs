@@ -33,13 +33,15 @@ pub(crate) const fn pitch(dim: usize) -> usize {
 
 /// The row and chunk that a lane addresses in a 16 x 16 block, for an operand whose rows are the
 /// rows of `A`, or the rows summed over in `B` (loaded transposed).
-pub(crate) const fn lane_along_rows(lane: usize) -> (usize, usize) {
+#[cube]
+fn lane_along_rows(lane: usize) -> (usize, usize) {
     (lane % 16, lane / 16)
 }
 
 /// The row and chunk that a lane addresses in a 16 x 16 block of an operand whose rows are the
 /// columns of `B`.
-pub(crate) const fn lane_along_columns(lane: usize) -> (usize, usize) {
+#[cube]
+fn lane_along_columns(lane: usize) -> (usize, usize) {
     (lane % 8 + lane / 16 * 8, lane / 8 % 2)
 }
 
@@ -72,8 +74,8 @@ pub(crate) fn along_rows<E: Float>(
     #[comptime] pitch: usize,
     #[comptime] instructions: Instructions,
 ) -> Place {
-    let lane = UNIT_POS_PLANE as usize;
-    place(tile, (first + lane % 16) * pitch + lane / 16, instructions)
+    let (row, chunk) = lane_along_rows(UNIT_POS_PLANE as usize);
+    place(tile, (first + row) * pitch + chunk, instructions)
 }
 
 /// The lane's place for [`lane_along_columns`].
@@ -83,12 +85,8 @@ pub(crate) fn along_columns<E: Float>(
     #[comptime] pitch: usize,
     #[comptime] instructions: Instructions,
 ) -> Place {
-    let lane = UNIT_POS_PLANE as usize;
-    place(
-        tile,
-        (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2,
-        instructions,
-    )
+    let (row, chunk) = lane_along_columns(UNIT_POS_PLANE as usize);
+    place(tile, row * pitch + chunk, instructions)
 }
 
 /// A 16 x 16 block, `offset` chunks from the lane's place: the four registers of an `A` fragment,
@@ -313,29 +311,49 @@ pub(crate) fn weighted_sum<E: Float>(
     #[comptime] dim: usize,
     #[comptime] instructions: Instructions,
 ) {
-    let pitch = comptime!(pitch(dim));
-    let column_tiles = comptime!(chunks(dim));
     #[unroll]
     for k in 0..comptime!(weight_tiles / 2) {
+        let mut rows = Sequence::<Registers>::new();
         #[unroll]
-        for n in 0..comptime!(column_tiles / 2) {
-            let columns = load_block(
-                b,
-                b_place,
-                comptime!(k * 16 * pitch + 2 * n),
-                true,
+        for r in 0..row_tiles {
+            rows.push(*weights.index(comptime!(r * (weight_tiles / 2) + k)));
+        }
+        add_weighted_rows(out, &rows, b, b_place, row_tiles, k, dim, instructions);
+    }
+}
+
+/// The part of [`weighted_sum`] of rows `16 k .. 16 k + 16`.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn add_weighted_rows<E: Float>(
+    out: &mut Sequence<Accumulator>,
+    rows: &Sequence<Registers>,
+    b: &Shared<[Chunk<E>]>,
+    b_place: Place,
+    #[comptime] row_tiles: usize,
+    #[comptime] k: usize,
+    #[comptime] dim: usize,
+    #[comptime] instructions: Instructions,
+) {
+    let column_tiles = comptime!(chunks(dim));
+    #[unroll]
+    for n in 0..comptime!(column_tiles / 2) {
+        let columns = load_block(
+            b,
+            b_place,
+            comptime!(k * 16 * pitch(dim) + 2 * n),
+            true,
+            instructions,
+        );
+        #[unroll]
+        for r in 0..row_tiles {
+            multiply_block::<E>(
+                out,
+                *rows.index(r),
+                columns,
+                comptime!(r * column_tiles + 2 * n),
                 instructions,
             );
-            #[unroll]
-            for r in 0..row_tiles {
-                multiply_block::<E>(
-                    out,
-                    *weights.index(comptime!(r * (weight_tiles / 2) + k)),
-                    columns,
-                    comptime!(r * column_tiles + 2 * n),
-                    instructions,
-                );
-            }
         }
     }
 }

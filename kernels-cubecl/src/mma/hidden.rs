@@ -5,6 +5,7 @@
 //! shared memory, and added from global memory to those results alone whose weight is not 0.
 
 use super::fragment::{Accumulator, Chunk, Pair, chunks, pitch};
+use super::softmax::power;
 use super::stage::{Rows, Staging, load_chunk};
 use cubecl::prelude::*;
 
@@ -71,18 +72,34 @@ pub(crate) fn clear_flagged_rows<E: Float>(
     }
 }
 
+/// What the weights of [`add_flagged_rows`] are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum WeightForm {
+    /// Themselves.
+    Plain,
+    /// Exponents to base e.
+    Exponents,
+    /// Exponents to base 2.
+    BinaryExponents,
+}
+
 /// Adds the flagged rows, from global memory, to the results whose weight is not 0.
+///
+/// Of exponents the weights are powers: of `factor` times each, less its row's reference.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn add_flagged_rows<E: Float, N: Size>(
     out: &mut Sequence<Accumulator>,
     weights: &Sequence<Accumulator>,
+    reference: &Array<f32>,
+    factor: f32,
     flags: &Shared<[u32]>,
     x: &Tensor<Vector<E, N>>,
     rows: Rows,
     first_row: i32,
     #[comptime] row_tiles: usize,
     #[comptime] weight_tiles: usize,
+    #[comptime] form: WeightForm,
     #[comptime] staging: Staging,
 ) {
     let lane = UNIT_POS_PLANE;
@@ -103,7 +120,12 @@ pub(crate) fn add_flagged_rows<E: Float, N: Size>(
                         let either = select(even, pair.extract(0usize), pair.extract(1usize));
                         own = select(j / 8 == n, either, own);
                     }
-                    row_weights[comptime!(2 * r + half)] = plane_shuffle(own, owner);
+                    let mut weight = plane_shuffle(own, owner);
+                    if comptime!(form != WeightForm::Plain) {
+                        let exponent = fma(weight, factor, -reference[comptime!(2 * r + half)]);
+                        weight = power(exponent, comptime!(form == WeightForm::BinaryExponents));
+                    }
+                    row_weights[comptime!(2 * r + half)] = weight;
                 }
             }
             #[unroll]

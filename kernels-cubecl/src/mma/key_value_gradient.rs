@@ -15,9 +15,11 @@ use super::gradient::{
     Block, keep_dots, load_statistics, rebuild_probabilities, scale_all, score_gradients,
     store_statistics,
 };
-use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
+use super::hidden::{
+    WeightForm, add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags,
+};
 use super::softmax::Position;
-use super::stage::{issue, land, rows_of};
+use super::stage::{await_copies, issue, land, rows_of, stage_first};
 use crate::schedule::{Geometry, queries_of_block, wholly_visible};
 use cubecl::prelude::*;
 
@@ -110,8 +112,8 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     let mut statistics = Shared::<[f32]>::new_slice(comptime!(blocks.stages * 3 * block_q));
     let mut flags = row_flags(block_q);
 
-    let key_staging = comptime!(config.staging(block_kv, config.head_dim).direct());
-    let value_staging = comptime!(config.staging(block_kv, config.value_dim).direct());
+    let key_staging = comptime!(config.staging(block_kv, config.head_dim));
+    let value_staging = comptime!(config.staging(block_kv, config.value_dim));
     let query_staging = comptime!(config.staging(block_q, config.head_dim));
     let gradient_staging = comptime!(config.staging(block_q, config.value_dim));
     // Issued ahead: to a place of its own, or to registers.
@@ -119,6 +121,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     let mut pending_query = Array::<Chunk<E>>::new(comptime!(query_staging.pending()));
     let mut pending_gradient = Array::<Chunk<E>>::new(comptime!(gradient_staging.pending()));
     let mut pending_statistics = Array::<f32>::new(3usize);
+    let no_reference = Array::<f32>::new(1usize);
 
     let key_place = along_rows(&keys, warp_row, key_pitch, instructions);
     let value_place = along_rows(&values, warp_row, value_pitch, instructions);
@@ -134,40 +137,20 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     let per_head = select(end_block > first_block, end_block - first_block, 0usize);
     let steps = per_head * geometry.group;
 
-    issue(
+    stage_first(
         key,
         key_rows,
         first_kv,
         &mut keys,
-        0usize,
         &mut pending_query,
         key_staging,
     );
-    issue(
+    stage_first(
         value,
         value_rows,
         first_kv,
         &mut values,
-        0usize,
         &mut pending_query,
-        value_staging,
-    );
-    land(
-        key,
-        key_rows,
-        first_kv,
-        &mut keys,
-        0usize,
-        &pending_query,
-        key_staging,
-    );
-    land(
-        value,
-        value_rows,
-        first_kv,
-        &mut values,
-        0usize,
-        &pending_query,
         value_staging,
     );
 
@@ -400,6 +383,22 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
             }
         }
         if comptime!(sides.value) {
+            if flagged {
+                add_flagged_rows(
+                    &mut value_sums,
+                    &probabilities,
+                    &no_reference,
+                    0.0f32,
+                    &flags,
+                    output_gradient,
+                    rows_of(output_gradient, batch, head, geometry.seq_q),
+                    first_query,
+                    row_tiles,
+                    query_tiles,
+                    WeightForm::Plain,
+                    gradient_staging,
+                );
+            }
             let weights = as_weights::<E>(&probabilities, row_tiles, query_tiles, instructions);
             weighted_sum::<E>(
                 &mut value_sums,
@@ -411,21 +410,24 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
                 config.value_dim,
                 instructions,
             );
+        }
+        if comptime!(sides.key) {
             if flagged {
                 add_flagged_rows(
-                    &mut value_sums,
-                    &probabilities,
+                    &mut key_sums,
+                    &score_gradient,
+                    &no_reference,
+                    0.0f32,
                     &flags,
-                    output_gradient,
-                    rows_of(output_gradient, batch, head, geometry.seq_q),
+                    query,
+                    rows_of(query, batch, head, geometry.seq_q),
                     first_query,
                     row_tiles,
                     query_tiles,
-                    gradient_staging,
+                    WeightForm::Plain,
+                    query_staging,
                 );
             }
-        }
-        if comptime!(sides.key) {
             let weights = as_weights::<E>(&score_gradient, row_tiles, query_tiles, instructions);
             weighted_sum::<E>(
                 &mut key_sums,
@@ -437,23 +439,11 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
                 config.head_dim,
                 instructions,
             );
-            if flagged {
-                add_flagged_rows(
-                    &mut key_sums,
-                    &score_gradient,
-                    &flags,
-                    query,
-                    rows_of(query, batch, head, geometry.seq_q),
-                    first_query,
-                    row_tiles,
-                    query_tiles,
-                    query_staging,
-                );
-            }
         }
     }
 
     // Every warp is done with keys and values; their places are for the gradients.
+    await_copies(key_staging);
     sync_cube();
     let first_row = batch_head * geometry.seq_kv as usize;
     if comptime!(sides.key) {

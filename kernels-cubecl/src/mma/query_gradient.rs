@@ -10,9 +10,11 @@ use super::gradient::{
     Block, keep_dots, load_statistics, rebuild_probabilities, scale_all, score_gradients,
     store_statistics,
 };
-use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
+use super::hidden::{
+    WeightForm, add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags,
+};
 use super::softmax::Position;
-use super::stage::{issue, land, rows_of};
+use super::stage::{await_copies, issue, land, rows_of, stage_first};
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
 use cubecl::prelude::*;
 
@@ -76,8 +78,8 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
     let mut statistics = Shared::<[f32]>::new_slice(comptime!(3 * block_q));
     let mut flags = row_flags(block_kv);
 
-    let query_staging = comptime!(config.staging(block_q, config.head_dim).direct());
-    let gradient_staging = comptime!(config.staging(block_q, config.value_dim).direct());
+    let query_staging = comptime!(config.staging(block_q, config.head_dim));
+    let gradient_staging = comptime!(config.staging(block_q, config.value_dim));
     let key_staging = comptime!(config.staging(block_kv, config.head_dim));
     let value_staging = comptime!(config.staging(block_kv, config.value_dim));
     // Issued ahead: to a place of its own, or to registers.
@@ -95,43 +97,24 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
     let first_block = visible.first as usize / block_kv;
     let end_block = (visible.end as usize).div_ceil(block_kv);
 
-    issue(
+    stage_first(
         query,
         query_rows,
         first_query,
         &mut queries,
-        0usize,
         &mut pending_key,
         query_staging,
     );
-    issue(
+    stage_first(
         output_gradient,
         gradient_rows,
         first_query,
         &mut gradients,
-        0usize,
         &mut pending_key,
-        gradient_staging,
-    );
-    land(
-        query,
-        query_rows,
-        first_query,
-        &mut queries,
-        0usize,
-        &pending_key,
-        query_staging,
-    );
-    land(
-        output_gradient,
-        gradient_rows,
-        first_query,
-        &mut gradients,
-        0usize,
-        &pending_key,
         gradient_staging,
     );
     let mut pending_statistics = Array::<f32>::new(3usize);
+    let no_reference = Array::<f32>::new(1usize);
     #[unroll]
     for n in 0..comptime!(block_q.div_ceil(blocks.units())) {
         let row = n * blocks.units() + UNIT_POS as usize;
@@ -310,6 +293,22 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
             block_of_scores,
             config,
         );
+        if flagged {
+            add_flagged_rows(
+                &mut out,
+                &score_gradient,
+                &no_reference,
+                0.0f32,
+                &flags,
+                key,
+                key_rows,
+                first_kv,
+                row_tiles,
+                key_tiles,
+                WeightForm::Plain,
+                key_staging,
+            );
+        }
         let weights = as_weights::<E>(&score_gradient, row_tiles, key_tiles, instructions);
         weighted_sum::<E>(
             &mut out,
@@ -321,22 +320,10 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
             config.head_dim,
             instructions,
         );
-        if flagged {
-            add_flagged_rows(
-                &mut out,
-                &score_gradient,
-                &flags,
-                key,
-                key_rows,
-                first_kv,
-                row_tiles,
-                key_tiles,
-                key_staging,
-            );
-        }
     }
 
     // Every warp is done with the queries; their place is for the gradient.
+    await_copies(query_staging);
     sync_cube();
     scale_all(
         &mut out,

@@ -5,7 +5,7 @@
 //! own instruction is at hand, else to base e; the base never leaves this file.
 
 use super::blueprint::Config;
-use super::fragment::{Accumulator, Pair, by_value};
+use super::fragment::{Accumulator, Pair, Registers, by_value, round_pair};
 use crate::schedule::Geometry;
 use crate::score::{capped_score, counts, finish_score, lowest, score_row};
 use cubecl::prelude::*;
@@ -26,8 +26,6 @@ pub(crate) struct Position {
 pub(crate) struct Statistics {
     /// The largest value: of the dot products in the direction of the scale, or of the scores.
     pub maximum: Array<f32>,
-    /// That value as an exponent, rounded; every exponential is taken relative to it.
-    pub reference: Array<f32>,
     /// The lane's part of the sum.
     pub sum: Array<f32>,
 }
@@ -36,19 +34,13 @@ pub(crate) struct Statistics {
 #[cube]
 pub(crate) fn no_statistics(#[comptime] row_tiles: usize) -> Statistics {
     let mut maximum = Array::<f32>::new(comptime!(2 * row_tiles));
-    let mut reference = Array::<f32>::new(comptime!(2 * row_tiles));
     let mut sum = Array::<f32>::new(comptime!(2 * row_tiles));
     #[unroll]
     for r in 0..comptime!(2 * row_tiles) {
         maximum[r] = lowest();
-        reference[r] = lowest();
         sum[r] = 0.0f32;
     }
-    Statistics {
-        maximum,
-        reference,
-        sum,
-    }
+    Statistics { maximum, sum }
 }
 
 /// The base to the power of `x`.
@@ -64,6 +56,39 @@ pub(crate) fn power(x: f32, #[comptime] assembly: bool) -> f32 {
     }
 }
 
+/// `x` of the lane whose number differs in the bits of `lanes`. Every lane of the warp takes part;
+/// the generator would ask which do, and keep instructions from moving past the question.
+#[cube]
+fn from_lane(x: f32, #[comptime] lanes: u32, #[comptime] assembly: bool) -> f32 {
+    if comptime!(assembly) {
+        let x = by_value::<f32>(x);
+        let y: f32;
+        gpu_asm!(
+            "shfl.sync.bfly.b32 {y}, {x}, {lanes}, 31, 0xffffffff;",
+            x = in(_) x, y = out(_) y, options(nomem)
+        );
+        by_value::<f32>(y)
+    } else {
+        plane_shuffle_xor(x, lanes)
+    }
+}
+
+/// Whether `x` holds in any lane of the warp.
+#[cube]
+fn in_any_lane(x: bool, #[comptime] assembly: bool) -> bool {
+    if comptime!(assembly) {
+        let x = by_value::<u32>(select(x, 1u32, 0u32));
+        let y: u32;
+        gpu_asm!(
+            "{{ .reg .pred p; setp.ne.u32 p, {x}, 0; vote.sync.any.pred p, p, 0xffffffff; selp.u32 {y}, 1, 0, p; }}",
+            x = in(_) x, y = out(_) y, options(nomem)
+        );
+        by_value::<u32>(y) != 0
+    } else {
+        plane_any(x)
+    }
+}
+
 /// Exponents of the base in one unit of the natural exponent.
 #[cube]
 pub(crate) fn natural_unit(#[comptime] assembly: bool) -> f32 {
@@ -74,7 +99,7 @@ pub(crate) fn natural_unit(#[comptime] assembly: bool) -> f32 {
     }
 }
 
-/// What a value is multiplied by to become an exponent. At least so large that minus infinity
+/// The size of what a value is multiplied by to become an exponent. At least so large that minus infinity
 /// stays so; smaller factors make no difference to a probability.
 #[cube]
 fn magnitude(geometry: &Geometry, #[comptime] config: Config) -> f32 {
@@ -103,7 +128,7 @@ pub(crate) fn finish_scores<E: Float, M: Int>(
     if comptime!(config.biased) || edge {
         let lane = UNIT_POS_PLANE;
         let mut hidden = geometry.negative_infinity;
-        if comptime!(config.plain() && config.negative) {
+        if comptime!(config.descending()) {
             hidden = -geometry.negative_infinity;
         }
         #[unroll]
@@ -156,10 +181,10 @@ pub(crate) fn finish_scores<E: Float, M: Int>(
     }
 }
 
-/// Turns values into probabilities against the new maximum, and brings sums and outputs to it.
+/// Takes in the maximum of a block, and brings sums and outputs to it.
 #[cube]
-pub(crate) fn softmax_block(
-    scores: &mut Sequence<Accumulator>,
+pub(crate) fn raise_maximum(
+    scores: &Sequence<Accumulator>,
     out: &mut Sequence<Accumulator>,
     statistics: &mut Statistics,
     geometry: &Geometry,
@@ -168,58 +193,38 @@ pub(crate) fn softmax_block(
     #[comptime] config: Config,
 ) {
     let row_tiles = comptime!(config.blocks.row_tiles);
-    let mut factor = magnitude(geometry, config);
-    let largest = factor;
-    if comptime!(config.plain() && config.negative) {
-        factor = -factor;
-    }
+    let magnitude = magnitude(geometry, config);
     let mut rescale = Array::<f32>::new(comptime!(2 * row_tiles));
     let mut changed = false;
     #[unroll]
-    for r in 0..row_tiles {
+    for row in 0..comptime!(2 * row_tiles) {
+        let (r, half) = comptime!((row / 2, row % 2));
+        let mut highest = statistics.maximum[row];
         #[unroll]
-        for half in 0..2usize {
-            let row = comptime!(2 * r + half);
-            let mut highest = statistics.maximum[row];
+        for n in 0..column_tiles {
+            let pair = scores.index(comptime!(r * column_tiles + n))[half];
             #[unroll]
-            for n in 0..column_tiles {
-                let pair = scores.index(comptime!(r * column_tiles + n))[half];
-                #[unroll]
-                for c in 0..2usize {
-                    if comptime!(config.plain() && config.negative) {
-                        highest = max(highest, -pair.extract(c));
-                    } else {
-                        highest = max(highest, pair.extract(c));
-                    }
+            for c in 0..2usize {
+                if comptime!(config.descending()) {
+                    highest = max(highest, -pair.extract(c));
+                } else {
+                    highest = max(highest, pair.extract(c));
                 }
             }
-            highest = max(highest, plane_shuffle_xor(highest, 1u32));
-            highest = max(highest, plane_shuffle_xor(highest, 2u32));
-            let reference = max(highest * largest, lowest());
-            let alpha = power(statistics.reference[row] - reference, config.assembly);
-            statistics.maximum[row] = highest;
-            statistics.reference[row] = reference;
-            rescale[row] = alpha;
-            changed = changed || alpha != 1.0f32;
-            let mut sum = statistics.sum[row] * alpha;
-            #[unroll]
-            for n in 0..column_tiles {
-                let tile = scores.index_mut(comptime!(r * column_tiles + n));
-                let old = tile[half];
-                let mut new = Pair::<f32>::new(0.0f32);
-                #[unroll]
-                for c in 0..2usize {
-                    let p = power(fma(old.extract(c), factor, -reference), config.assembly);
-                    sum += p;
-                    new.insert(c, p);
-                }
-                tile[half] = new;
-            }
-            statistics.sum[row] = sum;
         }
+        highest = max(highest, from_lane(highest, 1u32, config.assembly));
+        highest = max(highest, from_lane(highest, 2u32, config.assembly));
+        let alpha = power(
+            reference(statistics.maximum[row], magnitude) - reference(highest, magnitude),
+            config.assembly,
+        );
+        statistics.maximum[row] = highest;
+        statistics.sum[row] *= alpha;
+        rescale[row] = alpha;
+        changed = changed || alpha != 1.0f32;
     }
     // After the first few blocks the maximum seldom moves.
-    if plane_any(changed) {
+    if in_any_lane(changed, config.assembly) {
         #[unroll]
         for r in 0..row_tiles {
             #[unroll]
@@ -230,6 +235,68 @@ pub(crate) fn softmax_block(
             }
         }
     }
+}
+
+/// The maximum as an exponent, rounded; every exponential is taken relative to it.
+#[cube]
+fn reference(maximum: f32, magnitude: f32) -> f32 {
+    max(maximum * magnitude, lowest())
+}
+
+/// The rows' maxima as exponents.
+#[cube]
+pub(crate) fn references(
+    statistics: &Statistics,
+    geometry: &Geometry,
+    #[comptime] config: Config,
+) -> Array<f32> {
+    let magnitude = magnitude(geometry, config);
+    let mut references = Array::<f32>::new(comptime!(2 * config.blocks.row_tiles));
+    #[unroll]
+    for row in 0..comptime!(2 * config.blocks.row_tiles) {
+        references[row] = reference(statistics.maximum[row], magnitude);
+    }
+    references
+}
+
+/// What a value is multiplied by to become an exponent.
+#[cube]
+pub(crate) fn exponent_factor(geometry: &Geometry, #[comptime] config: Config) -> f32 {
+    let mut factor = magnitude(geometry, config);
+    if comptime!(config.descending()) {
+        factor = -factor;
+    }
+    factor
+}
+
+/// The probabilities of two neighbouring column tiles against the maximum, unscaled, as the
+/// weights of a row tile; their sum goes into the statistics before they are rounded.
+#[cube]
+pub(crate) fn exponentials<E: Float>(
+    scores: &Sequence<Accumulator>,
+    references: &Array<f32>,
+    sums: &mut Array<f32>,
+    factor: f32,
+    #[comptime] row_tile: usize,
+    #[comptime] first_tile: usize,
+    #[comptime] config: Config,
+) -> Registers {
+    let mut registers = Registers::new(0u32);
+    #[unroll]
+    for n in 0..4usize {
+        let row = comptime!(2 * row_tile + n % 2);
+        let values = scores.index(comptime!(first_tile + n / 2))[comptime!(n % 2)];
+        let mut pair = Pair::<f32>::new(0.0f32);
+        #[unroll]
+        for c in 0..2usize {
+            let x = fma(values.extract(c), factor, -references[row]);
+            pair.insert(c, power(x, config.assembly));
+        }
+        // In pairs first: a shorter chain of sums.
+        sums[row] += pair.extract(0usize) + pair.extract(1usize);
+        registers.insert(n, round_pair::<E>(pair, config.instructions()));
+    }
+    by_value::<Registers>(registers)
 }
 
 /// What a row's statistics come to.
@@ -253,8 +320,8 @@ pub(crate) fn row_result(
     #[comptime] config: Config,
 ) -> RowResult {
     let mut total = statistics.sum[row];
-    total += plane_shuffle_xor(total, 1u32);
-    total += plane_shuffle_xor(total, 2u32);
+    total += from_lane(total, 1u32, config.assembly);
+    total += from_lane(total, 2u32, config.assembly);
     let mut inverse = 0.0f32;
     let mut log_sum = geometry.negative_infinity;
     let mut maximum = 0.0f32;
@@ -265,7 +332,7 @@ pub(crate) fn row_result(
         let rest = fma(
             highest,
             magnitude(geometry, config),
-            -statistics.reference[row],
+            -reference(highest, magnitude(geometry, config)),
         );
         log_sum = total.ln();
         if comptime!(config.assembly) {

@@ -56,7 +56,7 @@ pub(crate) struct Staging {
 
 impl Staging {
     /// The same, without a stop in registers: for a tile that is staged once.
-    pub(crate) const fn direct(mut self) -> Self {
+    const fn direct(mut self) -> Self {
         self.prefetch = false;
         self
     }
@@ -78,11 +78,6 @@ impl Staging {
         } else {
             1
         }
-    }
-
-    /// Chunks of the tile in shared memory.
-    pub(crate) const fn shared(&self) -> usize {
-        self.rows * pitch(self.dim)
     }
 }
 
@@ -134,28 +129,53 @@ pub(crate) fn issue<E: Float, N: Size>(
 ) {
     if comptime!(staging.asynchronous) {
         let width = comptime!(chunks(staging.dim));
-        #[unroll]
-        for n in 0..comptime!(staging.steps()) {
-            let index = n * staging.units + UNIT_POS as usize;
-            if comptime!(staging.chunks() % staging.units == 0)
-                || index < comptime!(staging.chunks())
-            {
-                let row = index / width;
-                let chunk = index % width;
-                let i = first_row + row as i32;
-                let inside = i < rows.count && chunk * CHUNK < staging.dim;
-                // Nothing is read where the size is 0; the address stays in the operand even so.
-                let at = select(
-                    inside,
-                    rows.base + i as usize * rows.stride + chunk * CHUNK,
-                    rows.base,
-                );
-                let to = slot + row * comptime!(pitch(staging.dim)) + chunk;
-                copy_chunk::<Vector<E, N>, Chunk<E>>(
-                    &x.as_slice()[at / CHUNK..at / CHUNK + 1],
-                    &tile[to..to + 1],
-                    select(inside, 16u32, 0u32),
-                );
+        let unit = UNIT_POS as usize;
+        if comptime!(staging.units % width == 0) {
+            // A unit keeps its column: one address, and constant distances from it.
+            let step = comptime!(staging.units / width);
+            let row = unit / width;
+            let chunk = unit % width;
+            let in_row = comptime!(staging.dim % 16 == 0) || chunk * CHUNK < staging.dim;
+            let first = first_row + row as i32;
+            let from = rows.base + first as usize * rows.stride + chunk * CHUNK;
+            let to = slot + row * comptime!(pitch(staging.dim)) + chunk;
+            let to = shared_address::<Chunk<E>>(tile[to..to + 1].as_ptr());
+            #[unroll]
+            for n in 0..comptime!(staging.steps()) {
+                if comptime!((n + 1) * step <= staging.rows)
+                    || row < comptime!(staging.rows - n * step)
+                {
+                    let inside = in_row && first + comptime!((n * step) as i32) < rows.count;
+                    copy_chunk::<E, N>(
+                        x,
+                        select(inside, from + comptime!(n * step) * rows.stride, rows.base),
+                        to,
+                        comptime!(n * step * pitch(staging.dim) * 16),
+                        inside,
+                    );
+                }
+            }
+        } else {
+            #[unroll]
+            for n in 0..comptime!(staging.steps()) {
+                let index = n * staging.units + unit;
+                if comptime!(staging.chunks() % staging.units == 0)
+                    || index < comptime!(staging.chunks())
+                {
+                    let row = index / width;
+                    let chunk = index % width;
+                    let i = first_row + row as i32;
+                    let inside = i < rows.count && chunk * CHUNK < staging.dim;
+                    let at = rows.base + i as usize * rows.stride + chunk * CHUNK;
+                    let to = slot + row * comptime!(pitch(staging.dim)) + chunk;
+                    copy_chunk::<E, N>(
+                        x,
+                        select(inside, at, rows.base),
+                        shared_address::<Chunk<E>>(tile[to..to + 1].as_ptr()),
+                        0usize,
+                        inside,
+                    );
+                }
             }
         }
         gpu_asm!("cp.async.commit_group;");
@@ -200,6 +220,32 @@ pub(crate) fn land<E: Float, N: Size>(
     }
 }
 
+/// Stages a tile whose place is free from the start: asynchronous copies complete with the next
+/// [`land`] or [`await_copies`].
+#[cube]
+pub(crate) fn stage_first<E: Float, N: Size>(
+    x: &Tensor<Vector<E, N>>,
+    rows: Rows,
+    first_row: i32,
+    tile: &mut Shared<[Chunk<E>]>,
+    pending: &mut Array<Chunk<E>>,
+    #[comptime] staging: Staging,
+) {
+    let direct = comptime!(staging.direct());
+    issue(x, rows, first_row, tile, 0usize, pending, direct);
+    if comptime!(!staging.asynchronous) {
+        land(x, rows, first_row, tile, 0usize, &*pending, direct);
+    }
+}
+
+/// Waits for the unit's asynchronous copies, if any are still on their way.
+#[cube]
+pub(crate) fn await_copies(#[comptime] staging: Staging) {
+    if comptime!(staging.asynchronous) {
+        gpu_asm!("cp.async.wait_group 0;");
+    }
+}
+
 /// The unit's chunk `n` of a tile; 0 where the unit has none.
 #[cube]
 fn own_chunk<E: Float, N: Size>(
@@ -221,14 +267,22 @@ fn own_chunk<E: Float, N: Size>(
     )
 }
 
-/// Copies `bytes` of a chunk without waiting and fills the rest of its 16 bytes with 0.
+/// Copies the chunk at `from` without waiting, or 0 where it is not inside: then nothing is read, and
+/// the address only has to lie in the operand.
 #[cube]
-fn copy_chunk<A: CubePrimitive, B: CubePrimitive>(from: &[A], to: &[B], bytes: u32) {
-    let from = from.as_ptr();
-    let to = shared_address::<B>(to.as_ptr());
-    let bytes = by_value::<u32>(bytes);
+fn copy_chunk<E: Float, N: Size>(
+    x: &Tensor<Vector<E, N>>,
+    from: usize,
+    to: u32,
+    #[comptime] offset: usize,
+    inside: bool,
+) {
+    let at = from / CHUNK;
+    let from = x.as_slice()[at..at + 1].as_ptr();
+    let to = by_value::<u32>(to);
+    let bytes = by_value::<u32>(select(inside, 16u32, 0u32));
     gpu_asm!(
-        "cp.async.cg.shared::cta.global [{to}], [{from}], 16, {bytes};",
+        "cp.async.cg.shared::cta.global [{to} + {offset}], [{from}], 16, {bytes};",
         to = in(_) to, from = in(_) from, bytes = in(_) bytes
     );
 }

@@ -1,0 +1,133 @@
+//! What the register-fragment family takes and what it declines, on recorded devices.
+
+use flash_attention_spec::{Dtype, Operand, Operands, Options, Problem};
+use kernels_cubecl::device::Device;
+use kernels_cubecl::mma::{Blocks, Decline, plan};
+
+/// An NVIDIA device as the C++ generator reports it.
+fn nvidia(name: &str, capability: u32, shared_memory: usize) -> Device {
+    let shapes = ["16x8x16 f16 -> f32", "16x8x16 bf16 -> f32"].map(str::to_string);
+    Device {
+        hardware: name.to_string(),
+        compiler: "cuda c++",
+        plane_size: (32, 32),
+        shared_memory,
+        units: 1024,
+        max_bindings: 1024,
+        max_cube_count: (i32::MAX as u32, 65_535, 65_535),
+        max_buffer: 16 << 30,
+        software: false,
+        dtypes: Dtype::ALL.to_vec(),
+        matrix_shapes: shapes.to_vec(),
+        mma_shapes: shapes.to_vec(),
+        ldmatrix: vec![Dtype::F16, Dtype::BF16],
+        copy_async: true,
+        cuda_capability: Some(capability),
+        tensor_copies: capability >= 90,
+        multiprocessors: Some(108),
+    }
+}
+
+fn devices() -> [Device; 3] {
+    [
+        nvidia("A100", 80, 166_912),
+        nvidia("RTX 4090", 89, 101_376),
+        nvidia("H200", 90, 232_448),
+    ]
+}
+
+fn problem(dims: [usize; 2], dtype: Dtype) -> Problem {
+    let operands = Operands {
+        query: Operand::new([1, 4, 300, dims[0]], dtype),
+        key: Operand::new([1, 2, 500, dims[0]], dtype),
+        value: Operand::new([1, 2, 500, dims[1]], dtype),
+        mask: None,
+        bias: None,
+    };
+    Problem::new(&operands, &Options::default()).expect("a valid problem")
+}
+
+/// Catches a dimension that no blocks serve, and blocks that a device cannot hold, by either
+/// generator.
+#[test]
+fn every_dimension_is_served_on_every_device() {
+    for mut device in devices() {
+        for copy_async in [true, false] {
+            device.copy_async = copy_async;
+            for head_dim in 1..=256 {
+                for value_dim in [1, 8, 63, 64, 65, 128, 129, 200, 256] {
+                    let problem = problem([head_dim, value_dim], Dtype::BF16);
+                    let blueprint = plan(&problem, &device).expect("served");
+                    let case = format!("{} {head_dim} {value_dim}: {blueprint:?}", device.hardware);
+                    for needed in blueprint.shared_memory(&problem) {
+                        assert!(needed <= device.shared_memory, "{case}");
+                    }
+                    for blocks in [
+                        blueprint.forward,
+                        blueprint.query_gradient,
+                        blueprint.key_value_gradient,
+                    ] {
+                        assert!(blocks.walked.is_multiple_of(16), "{case}");
+                        assert!(blocks.walked <= blocks.units(), "{case}: statistics a unit");
+                    }
+                    assert_eq!(blueprint.asynchronous, copy_async);
+                    assert!(!blueprint.asynchronous || blueprint.assembly);
+                }
+            }
+        }
+    }
+}
+
+/// Catches a device with room for two cubes that gets blocks of which it holds one.
+#[test]
+fn two_cubes_share_a_multiprocessor_where_there_is_room() {
+    for device in devices() {
+        let problem = problem([64, 64], Dtype::F16);
+        let blueprint = plan(&problem, &device).expect("served");
+        let [forward, _, _] = blueprint.shared_memory(&problem);
+        let room = device.shared_memory + 1024;
+        assert!(2 * (forward + 1024) <= room, "{}", device.hardware);
+    }
+    let blueprint = plan(&problem([128, 128], Dtype::F16), &devices()[2]).expect("served");
+    let expected = Blocks {
+        warps: 4,
+        row_tiles: 2,
+        walked: 64,
+        stages: 1,
+        prefetch: true,
+    };
+    assert_eq!(blueprint.forward, expected);
+}
+
+/// Catches a problem or device that is taken although an instruction is missing, and a reason that
+/// does not name it.
+#[test]
+fn what_is_missing_is_named() {
+    let [mut device, ..] = devices();
+    let f16 = problem([64, 64], Dtype::F16);
+    let error = plan(&problem([64, 64], Dtype::F32), &device).unwrap_err();
+    assert_eq!(error, Decline::Dtype { given: Dtype::F32 });
+
+    device.mma_shapes.retain(|shape| !shape.contains(" f16"));
+    let error = plan(&f16, &device).unwrap_err().to_string();
+    assert_eq!(error, "device A100 has no 16x8x16 f16 -> f32");
+    plan(&problem([64, 64], Dtype::BF16), &device).expect("the other type is still there");
+
+    let [mut device, ..] = devices();
+    device.ldmatrix.clear();
+    let error = plan(&f16, &device).unwrap_err().to_string();
+    assert_eq!(error, "device A100 has no ldmatrix of f16");
+
+    let [mut device, ..] = devices();
+    device.plane_size = (32, 64);
+    let error = plan(&f16, &device).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "device A100 has planes of (32, 64) units, expected 32"
+    );
+
+    let [mut device, ..] = devices();
+    device.shared_memory = 16 << 10;
+    let error = plan(&problem([256, 256], Dtype::F16), &device).unwrap_err();
+    assert!(matches!(error, Decline::SharedMemory { given: 16_384, .. }));
+}
