@@ -19,7 +19,7 @@ pub struct Blocks {
     /// Rows of a block of the other side; a multiple of 16.
     pub walked: usize,
     /// Walked blocks in shared memory at once, 1 or 2. With 2 the next one is on its way while one is
-    /// worked on; the forward kernel has its two operands take turns instead and needs 1.
+    /// worked on. Only asynchronous copies need a place of their own for that.
     pub stages: usize,
     /// Without asynchronous copies: whether the next block waits in registers.
     pub prefetch: bool,
@@ -203,12 +203,17 @@ const fn staged_twice(warps: usize, row_tiles: usize, walked: usize) -> Blocks {
 const FORWARD: [(usize, &[Blocks], &[Blocks]); 3] = [
     (
         64,
-        &[blocks(4, 2, 64), blocks(4, 1, 32)],
+        &[staged_twice(4, 2, 64), blocks(4, 2, 64), blocks(4, 1, 32)],
         &[blocks(4, 2, 64), blocks(4, 1, 32)],
     ),
     (
         128,
-        &[blocks(4, 2, 64), blocks(4, 2, 32), blocks(4, 1, 32)],
+        &[
+            staged_twice(4, 2, 64),
+            blocks(4, 2, 64),
+            blocks(4, 2, 32),
+            blocks(4, 1, 32),
+        ],
         &[blocks(4, 2, 32), blocks(4, 1, 32)],
     ),
     (
@@ -295,7 +300,7 @@ fn smallest(problem: &Problem) -> usize {
 /// Bytes of a cube: queries (then outputs), keys, values, flags.
 fn forward_shared_memory(problem: &Problem, blocks: &Blocks) -> usize {
     let (key, value) = (pitch(problem.head_dim), pitch(problem.value_dim));
-    let chunks = blocks.owned() * key.max(value) + blocks.walked * (key + value);
+    let chunks = blocks.owned() * key.max(value) + blocks.stages * blocks.walked * (key + value);
     chunks * 16 + flags(blocks)
 }
 
