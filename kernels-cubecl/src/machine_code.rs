@@ -29,8 +29,10 @@ pub struct Specimen {
     pub only: bool,
     /// Bytes of local memory and spills that are let pass.
     pub tolerated: usize,
-    build: Box<dyn Fn(&mut Offline) -> Box<dyn CubeKernel>>,
+    build: Build,
 }
+
+type Build = Box<dyn Fn(&mut Offline) -> Box<dyn CubeKernel>>;
 
 /// CUDA C++ of a kernel.
 pub struct Source {

@@ -279,20 +279,25 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
     };
     match (problem.head_dim, problem.value_dim) {
         (..=64, ..=64) => vec![
+            // Two cubes of two warpgroups fit on a processor, and one's start hides the other's end.
+            form(2, 128, false),
+            with_polynomial(form(2, 128, false), 2),
+            form(2, 128, true),
+            form(2, 96, false),
             form(3, 128, false),
             form(3, 128, true),
             with_polynomial(form(3, 128, false), 2),
             with_polynomial(form(3, 128, true), 2),
-            form(3, 96, false),
+            form(4, 128, false),
             form(4, 96, false),
-            form(2, 64, false),
-            form(2, 128, true),
             form(2, 192, true),
         ],
         (..=128, ..=128) => vec![
             form(3, 128, false),
             form(3, 128, true),
             form(3, 112, false),
+            form(3, 112, true),
+            form(2, 64, false),
             form(2, 128, true),
             form(2, 128, false),
             form(2, 160, true),

@@ -115,9 +115,9 @@ pub fn attention_forward(
 fn mapped(x: TensorBinding) -> TensorBinding {
     let mut strides: Vec<usize> = x.strides.iter().copied().collect();
     let row = x.shape[3].next_multiple_of(8);
-    for d in 0..3 {
-        if x.shape[d] <= 1 {
-            strides[d] = row;
+    for (stride, &length) in strides.iter_mut().zip(x.shape.iter()).take(3) {
+        if length <= 1 {
+            *stride = row;
         }
     }
     strides[3] = 1;

@@ -51,6 +51,8 @@ fn problem(
     Problem::new(&operands, &options).expect("a valid problem")
 }
 
+// Arguments that leave no trace in a kernel's code are units.
+#[allow(clippy::unit_arg)]
 fn forward(blueprint: ForwardBlueprint, masked: bool, dtype: Dtype) -> Specimen {
     let b = blueprint;
     let name = format!(

@@ -208,7 +208,7 @@ pub(crate) fn probabilities<S: Size, P: Size>(
     #[unroll]
     for j in 0..comptime!(blueprint.block_kv / 8) {
         let polynomial =
-            comptime!(blueprint.polynomial > 0 && j as u32 % blueprint.polynomial == 0);
+            comptime!(blueprint.polynomial > 0 && (j as u32).is_multiple_of(blueprint.polynomial));
         let a = power(fma(scores.extract(4 * j), factor, -base_0), polynomial);
         let b = power(fma(scores.extract(4 * j + 1), factor, -base_0), false);
         let c = power(fma(scores.extract(4 * j + 2), factor, -base_1), polynomial);

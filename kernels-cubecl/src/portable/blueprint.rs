@@ -5,7 +5,8 @@ use crate::device::Device;
 use crate::plan::PlanError;
 use flash_attention_spec::{Dtype, Problem};
 
-/// Accumulators that a unit of a GPU keeps in registers beside the scores it works on.
+/// Accumulators that a unit keeps in registers beside the scores it works on. A software device has
+/// no such number, but compiles a kernel with more of them far longer.
 const MOST_ACCUMULATORS: usize = 128;
 
 /// Sequences longer than this are worth the larger kernels of [`Tile::SOFTWARE`], which take about
@@ -97,7 +98,7 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, PlanError> 
     Ok(Blueprint {
         forward: *tile,
         backward: *tile,
-        key_value_together: device.software || accumulators <= MOST_ACCUMULATORS,
+        key_value_together: accumulators <= MOST_ACCUMULATORS,
         packed_key_value,
     })
 }

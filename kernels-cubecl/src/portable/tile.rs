@@ -19,6 +19,9 @@ pub struct Tile {
     pub columns: usize,
     /// Features staged at a time for a product over features, in fours.
     pub depth: usize,
+    /// Features of a unit in one pass of a product over rows, in fours, where the head has as many.
+    /// Wider passes are fewer, and meet at fewer barriers.
+    pub width: usize,
 }
 
 impl Tile {
@@ -29,6 +32,7 @@ impl Tile {
         rows: 4,
         columns: 1,
         depth: 8,
+        width: 2,
     };
     /// 32 x 64 scores, 128 units: more units a row, for wide heads within 16 KiB.
     pub const MEDIUM: Self = Self {
@@ -37,6 +41,7 @@ impl Tile {
         rows: 4,
         columns: 1,
         depth: 2,
+        width: 1,
     };
     /// 64 x 64 scores, 256 units.
     pub const LARGE: Self = Self {
@@ -45,6 +50,7 @@ impl Tile {
         rows: 4,
         columns: 1,
         depth: 8,
+        width: 1,
     };
     /// 64 x 64 scores, 64 units, each with 8 x 8 of them: for devices without a fixed number of
     /// registers, where loads from shared memory cost far more than arithmetic.
@@ -54,6 +60,7 @@ impl Tile {
         rows: 8,
         columns: 2,
         depth: 4,
+        width: 2,
     };
 
     /// Units of a cube.
@@ -126,7 +133,7 @@ impl Columns {
     /// Those of `dim` features.
     pub(crate) fn of(tile: Tile, dim: usize) -> Self {
         let quads = dim.div_ceil(4).div_ceil(tile.units_x);
-        let width = quads.min(tile.columns);
+        let width = quads.min(tile.width);
         let fit = tile.stage() / (tile.units_x * width);
         let mut staged = tile.block_q().max(tile.block_kv());
         while staged > fit {
