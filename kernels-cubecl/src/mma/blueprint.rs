@@ -175,6 +175,37 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
     })
 }
 
+/// The plan, and the same with other blocks of the forward kernel that fit: for measurements.
+///
+/// # Errors
+/// As [`plan`].
+pub fn forward_variants(problem: &Problem, device: &Device) -> Result<Vec<Blueprint>, Decline> {
+    let planned = plan(problem, device)?;
+    let mut variants = vec![planned];
+    for stages in [1, 2] {
+        for (warps, row_tiles) in [(4, 1), (4, 2), (8, 1), (8, 2)] {
+            for walked in [32, 48, 64, 96, 128] {
+                let forward = Blocks {
+                    stages,
+                    ..blocks(warps, row_tiles, walked)
+                };
+                let blueprint = Blueprint { forward, ..planned };
+                let fits = forward_shared_memory(problem, &forward) <= device.shared_memory;
+                // Sums of outputs and scores: more do not leave room for the rest.
+                let sums = row_tiles * (problem.value_dim.div_ceil(8) * 4 + walked / 2);
+                if fits
+                    && sums <= 192
+                    && (stages == 1 || device.copy_async)
+                    && forward != planned.forward
+                {
+                    variants.push(blueprint);
+                }
+            }
+        }
+    }
+    Ok(variants)
+}
+
 /// What a cube's shared memory costs beyond its own: a multiprocessor has as much more than a cube
 /// can have.
 const RESERVED: usize = 1 << 10;
