@@ -267,7 +267,12 @@ const QUERY_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
     ),
     (
         256,
-        &[staged_twice(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[
+            staged_twice(4, 1, 32),
+            blocks(4, 1, 32),
+            blocks(4, 1, 16),
+            blocks(2, 1, 16),
+        ],
         &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
     ),
 ];
@@ -290,12 +295,17 @@ const KEY_VALUE_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
     ),
     (
         256,
-        &[staged_twice(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[
+            staged_twice(4, 1, 32),
+            blocks(4, 1, 32),
+            blocks(4, 1, 16),
+            blocks(2, 1, 16),
+        ],
         &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
     ),
 ];
 
-/// The blocks that [`plan`] chooses from.
+/// The blocks that [`plan`] chooses from, the preferred first.
 #[cfg(feature = "machine-code")]
 pub(super) fn all_blocks(
     kernel: &str,
