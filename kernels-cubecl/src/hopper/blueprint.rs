@@ -12,10 +12,6 @@ pub struct ForwardBlueprint {
     pub warpgroups: u32,
     /// Keys of a block, a multiple of 16.
     pub block_kv: usize,
-    /// Whether warpgroups take turns at the matrix unit; needs two at least.
-    pub turns: bool,
-    /// One exponential in `2 * polynomial` is computed by arithmetic; none where 0.
-    pub polynomial: u32,
     /// Rows are rescaled once a probability would pass 2 to this; at most 8, for `f16`.
     pub slack: u32,
     /// Features of query and key.
@@ -64,6 +60,16 @@ pub enum Declined {
         dimension: &'static str,
         /// Its size.
         given: usize,
+    },
+    /// A dimension too wide for a unit's registers.
+    #[error("{dimension} is {given}, expected at most {expected} for gradients")]
+    Wide {
+        /// `head_dim` or `value_dim`.
+        dimension: &'static str,
+        /// Its size.
+        given: usize,
+        /// The widest.
+        expected: usize,
     },
     /// A scale that leaves no finite factor for base-two exponents.
     #[error("scale is {given}, expected one whose size is a normal f32, with log2(e) too")]
@@ -183,6 +189,40 @@ impl ForwardBlueprint {
 /// # Errors
 /// What of the problem or the device the family cannot serve.
 pub fn plan_forward(problem: &Problem, device: &Device) -> Result<ForwardBlueprint, Declined> {
+    check_problem(problem, device)?;
+    let all = variants(problem);
+    let fits = |blueprint: &&ForwardBlueprint| {
+        blueprint.shared_memory() <= device.shared_memory && blueprint.units() <= device.units
+    };
+    let Some(blueprint) = all.iter().find(fits) else {
+        let smallest = all[all.len() - 1];
+        return Err(if smallest.units() > device.units {
+            Declined::Units {
+                given: device.units,
+                expected: smallest.units(),
+            }
+        } else {
+            Declined::SharedMemory {
+                given: device.shared_memory,
+                expected: smallest.shared_memory(),
+            }
+        });
+    };
+    let blocks = problem.seq_q.div_ceil(blueprint.block_q()) as u128;
+    let cubes = blocks * problem.batch as u128 * problem.heads as u128;
+    let (x, y, _) = device.max_cube_count;
+    let expected = (u128::from(x) * u128::from(y)).min(u128::from(i32::MAX as u32));
+    if cubes > expected {
+        return Err(Declined::Cubes {
+            given: cubes,
+            expected,
+        });
+    }
+    Ok(*blueprint)
+}
+
+/// What both passes ask of a problem and a device.
+pub(super) fn check_problem(problem: &Problem, device: &Device) -> Result<(), Declined> {
     if device.compiler != "cuda c++" {
         return Err(Declined::Compiler {
             given: device.compiler,
@@ -227,44 +267,14 @@ pub fn plan_forward(problem: &Problem, device: &Device) -> Result<ForwardBluepri
             given: scale.to_string(),
         });
     }
-    let all = variants(problem);
-    let fits = |blueprint: &&ForwardBlueprint| {
-        blueprint.shared_memory() <= device.shared_memory && blueprint.units() <= device.units
-    };
-    let Some(blueprint) = all.iter().find(fits) else {
-        let smallest = all[all.len() - 1];
-        return Err(if smallest.units() > device.units {
-            Declined::Units {
-                given: device.units,
-                expected: smallest.units(),
-            }
-        } else {
-            Declined::SharedMemory {
-                given: device.shared_memory,
-                expected: smallest.shared_memory(),
-            }
-        });
-    };
-    let blocks = problem.seq_q.div_ceil(blueprint.block_q()) as u128;
-    let cubes = blocks * problem.batch as u128 * problem.heads as u128;
-    let (x, y, _) = device.max_cube_count;
-    let expected = (u128::from(x) * u128::from(y)).min(u128::from(i32::MAX as u32));
-    if cubes > expected {
-        return Err(Declined::Cubes {
-            given: cubes,
-            expected,
-        });
-    }
-    Ok(*blueprint)
+    Ok(())
 }
 
-/// Blueprints worth measuring for a problem, the one that is taken unmeasured first.
+/// Blueprints worth measuring for a problem, the fastest known first.
 pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
-    let form = |warpgroups: u32, block_kv: usize, turns: bool| ForwardBlueprint {
+    let form = |warpgroups: u32, block_kv: usize| ForwardBlueprint {
         warpgroups,
         block_kv,
-        turns,
-        polynomial: 0,
         slack: 8,
         head_dim: problem.head_dim,
         value_dim: problem.value_dim,
@@ -273,44 +283,17 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
         biased: problem.bias.is_some(),
         negated: problem.softcap.is_none() && problem.bias.is_none() && problem.scale < 0.0,
     };
-    let with_polynomial = |blueprint: ForwardBlueprint, polynomial| ForwardBlueprint {
-        polynomial,
-        ..blueprint
-    };
     match (problem.head_dim, problem.value_dim) {
         (..=64, ..=64) => vec![
-            // Two cubes of two warpgroups fit on a processor, and one's start hides the other's end.
-            form(2, 128, false),
-            with_polynomial(form(2, 128, false), 2),
-            form(2, 128, true),
-            form(2, 96, false),
-            form(3, 128, false),
-            form(3, 128, true),
-            with_polynomial(form(3, 128, false), 2),
-            with_polynomial(form(3, 128, true), 2),
-            form(4, 128, false),
-            form(4, 96, false),
-            form(2, 192, true),
+            form(4, 96),
+            form(4, 128),
+            form(3, 128),
+            form(2, 128),
+            form(2, 96),
         ],
-        (..=128, ..=128) => vec![
-            form(3, 128, false),
-            form(3, 128, true),
-            form(3, 112, false),
-            form(3, 112, true),
-            form(2, 64, false),
-            form(2, 128, true),
-            form(2, 128, false),
-            form(2, 160, true),
-            form(2, 176, true),
-        ],
-        (..=256, ..=128) => vec![form(2, 96, true), form(2, 96, false), form(2, 64, true)],
-        (..=192, ..=192) => vec![form(2, 96, true), form(2, 96, false), form(2, 64, true)],
-        _ => vec![
-            form(2, 80, true),
-            form(2, 80, false),
-            form(2, 64, true),
-            form(2, 64, false),
-        ],
+        (..=128, ..=128) => vec![form(3, 128), form(3, 112), form(2, 128), form(2, 64)],
+        (..=256, ..=128) | (..=192, ..=192) => vec![form(2, 96), form(2, 64)],
+        _ => vec![form(2, 80), form(2, 64)],
     }
 }
 

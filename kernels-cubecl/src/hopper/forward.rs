@@ -1,7 +1,9 @@
 //! The forward kernel: one cube for each block of queries of a head, one warpgroup for 64 of them.
 
 use super::blueprint::ForwardBlueprint;
+use super::careful::{add_careful, non_finite};
 use super::instructions::*;
+use super::pipeline::{load_stage, release, row_of};
 use super::softmax::{RowPair, masked_scores, probabilities};
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
 use cubecl::prelude::barrier::Barrier;
@@ -184,13 +186,6 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
     let mut rows = RowPair::new(&geometry, blueprint);
     let mut acc = Vector::<f32, O>::new(0.0f32);
     query_full.wait_parity(0u32);
-    if comptime!(blueprint.turns) {
-        // The first turn is the first warpgroup's.
-        if warpgroup == comptime!(blueprint.warpgroups - 1) {
-            named_arrive(1u32, 256u32);
-        }
-        take_turn(warpgroup, blueprint.warpgroups);
-    }
 
     for n in 0..count {
         let block = end_block - 1 - n;
@@ -210,14 +205,11 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
         // How to multiply: not at all (2), careful of what is not finite (1), or as it is (0).
         let mut way = 2u32;
         if mine {
-            let mut scores = score_product::<S>(
+            let mut scores = dot_product::<S>(
                 row_descriptor(query_address),
                 row_descriptor(key_address + stage * comptime!((key_stage * 2) as u32)),
                 comptime!(score_body.clone()),
             );
-            if comptime!(blueprint.turns) {
-                give_turn(warpgroup, blueprint.warpgroups);
-            }
             release(
                 done_address + stage * 4,
                 lane,
@@ -269,15 +261,15 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
             }
             way = 0u32;
             if edge {
-                way = non_finite_values(
+                way = non_finite(
                     value_address + stage * comptime!((value_stage * 2) as u32),
-                    blueprint,
+                    block_kv,
+                    blueprint.value_dim,
+                    blueprint.warpgroups,
+                    element,
                 );
             }
         } else {
-            if comptime!(blueprint.turns) {
-                give_turn(warpgroup, blueprint.warpgroups);
-            }
             release(
                 done_address + stage * 4,
                 lane,
@@ -300,9 +292,6 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
                 value_full_1.wait_parity(phase);
             }
         }
-        if comptime!(blueprint.turns) {
-            take_turn(warpgroup, blueprint.warpgroups);
-        }
         if way < 2 {
             if way == 0 {
                 acc = value_product::<P, O>(
@@ -320,7 +309,9 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
                     p,
                     value_address + stage * comptime!((value_stage * 2) as u32),
                     lane,
-                    blueprint,
+                    block_kv,
+                    blueprint.value_dim,
+                    element,
                 );
             }
         }
@@ -340,11 +331,6 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
             value_panels,
             panel,
         );
-    }
-    if comptime!(blueprint.turns) {
-        if warpgroup < comptime!(blueprint.warpgroups - 1) {
-            give_turn(warpgroup, blueprint.warpgroups);
-        }
     }
 
     let batch_head = load_shared(stash_address) as usize;
@@ -373,176 +359,4 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
             }
         }
     }
-}
-
-/// The first of a unit's two rows within its warpgroup; the other is eight on.
-#[cube]
-fn row_of(unit: u32) -> i32 {
-    ((unit % 128) / 32 * 16 + unit % 32 / 4) as i32
-}
-
-/// Asks for the rows from `row` on of a head, to `tiles[at..]`; past the sequence's end they are 0.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-fn load_stage<E: Float>(
-    full: &Shared<Barrier>,
-    operand: &TensorMap<E, Tiled>,
-    tiles: &mut Shared<[E]>,
-    at: usize,
-    batch: i32,
-    head: i32,
-    row: i32,
-    #[comptime] panels: usize,
-    #[comptime] panel: usize,
-) {
-    full.arrive_and_expect_tx(1, comptime!((panels * panel * 2) as u32));
-    #[unroll]
-    for p in 0..panels {
-        full.tma_load_4d(
-            operand,
-            &mut tiles[at + comptime!(p * panel)..at + comptime!((p + 1) * panel)],
-            batch,
-            head,
-            row,
-            comptime!(p as i32 * 64),
-        );
-    }
-}
-
-/// The plane is done with a stage; the last of the cube's planes refills it. Nobody waits.
-///
-/// Kernels evaluate both sides of `&&`: the count stands in an `if` of its own.
-#[cube]
-#[allow(clippy::too_many_arguments, clippy::collapsible_if)]
-fn release<E: Float>(
-    counter: u32,
-    lane: u32,
-    more: bool,
-    #[comptime] last_plane: u32,
-    stage: u32,
-    full_0: &Shared<Barrier>,
-    full_1: &Shared<Barrier>,
-    operand: &TensorMap<E, Tiled>,
-    tiles: &mut Shared<[E]>,
-    batch: i32,
-    head: i32,
-    row: i32,
-    #[comptime] panels: usize,
-    #[comptime] panel: usize,
-) {
-    // Every lane's reads are back.
-    sync_plane();
-    if lane == 0 && more {
-        if count_up(counter, last_plane) == last_plane {
-            if stage == 0 {
-                load_stage(
-                    full_0, operand, tiles, 0usize, batch, head, row, panels, panel,
-                );
-            } else {
-                load_stage(
-                    full_1,
-                    operand,
-                    tiles,
-                    comptime!(panels * panel),
-                    batch,
-                    head,
-                    row,
-                    panels,
-                    panel,
-                );
-            }
-        }
-    }
-    sync_plane();
-}
-
-/// Waits for the warpgroup's turn to multiply.
-#[cube]
-fn take_turn(warpgroup: u32, #[comptime] warpgroups: u32) {
-    #[unroll]
-    for w in 0..warpgroups {
-        if warpgroup == w {
-            named_sync(comptime!(1 + w), 256u32);
-        }
-    }
-}
-
-/// Passes the turn on.
-#[cube]
-fn give_turn(warpgroup: u32, #[comptime] warpgroups: u32) {
-    #[unroll]
-    for w in 0..warpgroups {
-        if warpgroup == w {
-            named_arrive(comptime!(1 + (w + 1) % warpgroups), 256u32);
-        }
-    }
-}
-
-/// Whether a tile of values holds a number that is not finite; the same for a warpgroup's units.
-#[cube]
-fn non_finite_values(address: u32, #[comptime] blueprint: ForwardBlueprint) -> u32 {
-    let bytes = comptime!(blueprint.value_dim.div_ceil(64) * blueprint.block_kv * 128);
-    let unit = unit_again();
-    let mut sum = 0u32;
-    #[unroll]
-    for part in 0..comptime!(bytes / (128 * 16)) {
-        sum = watch_finite(
-            address + (unit % 128) * 16 + comptime!((part * 128 * 16) as u32),
-            sum,
-            comptime!(blueprint.element()),
-        );
-    }
-    let mut found = 0u32;
-    #[unroll]
-    for w in 0..blueprint.warpgroups {
-        if unit / 128 == w {
-            found = warpgroup_any(sum, comptime!(8 + w));
-        }
-    }
-    found
-}
-
-/// [`value_product`] that leaves out the values of probability 0, whatever they hold.
-#[cube]
-fn add_careful<P: Size, O: Size>(
-    output: Vector<f32, O>,
-    probabilities: Vector<u32, P>,
-    address: u32,
-    lane: u32,
-    #[comptime] blueprint: ForwardBlueprint,
-) -> Vector<f32, O> {
-    let element = comptime!(blueprint.element());
-    let mut acc = output;
-    for j in 0..comptime!(blueprint.block_kv as u32) {
-        let mut pair_0 = 0u32;
-        let mut pair_1 = 0u32;
-        #[unroll]
-        for g in 0..comptime!(blueprint.block_kv / 8) {
-            let here = j / 8 == comptime!(g as u32);
-            pair_0 = select(here, probabilities.extract(comptime!(2 * g)), pair_0);
-            pair_1 = select(here, probabilities.extract(comptime!(2 * g + 1)), pair_1);
-        }
-        let owner = (lane / 4) * 4 + (j % 8) / 2;
-        let p0 = unpack(plane_shuffle(pair_0, owner), j % 2, element);
-        let p1 = unpack(plane_shuffle(pair_1, owner), j % 2, element);
-        #[unroll]
-        for n in 0..comptime!(blueprint.value_dim / 8) {
-            // 16-byte chunks of a row are swizzled by the row.
-            let chunk = comptime!((n % 8) as u32) ^ (j % 8);
-            let panel = comptime!((n / 8 * blueprint.block_kv * 128) as u32);
-            let pair = load_shared(address + panel + j * 128 + chunk * 16 + (lane % 4) * 4);
-            let low = unpack(pair, 0u32, element);
-            let high = unpack(pair, 1u32, element);
-            let at = comptime!(4 * n);
-            let a = acc.extract(at);
-            acc.insert(at, select(p0 != 0.0f32, fma(p0, low, a), a));
-            let a = acc.extract(comptime!(at + 1));
-            acc.insert(comptime!(at + 1), select(p0 != 0.0f32, fma(p0, high, a), a));
-            let a = acc.extract(comptime!(at + 2));
-            acc.insert(comptime!(at + 2), select(p1 != 0.0f32, fma(p1, low, a), a));
-            let a = acc.extract(comptime!(at + 3));
-            acc.insert(comptime!(at + 3), select(p1 != 0.0f32, fma(p1, high, a), a));
-        }
-    }
-    acc
 }

@@ -80,7 +80,7 @@ impl Products {
 
 /// Scores of a warpgroup's 64 queries with a block of keys.
 #[cube]
-pub(crate) fn score_product<S: Size>(
+pub(crate) fn dot_product<S: Size>(
     query: u64,
     key: u64,
     #[comptime] body: String,
@@ -117,29 +117,6 @@ pub(crate) fn exp2(x: f32) -> f32 {
     let x = by_value::<f32>(x);
     let y: f32;
     gpu_asm!("ex2.approx.ftz.f32 {y}, {x};", x = in(_) x, y = out(_) y, options(pure, nomem));
-    y
-}
-
-/// `2^x` for `x` up to 126 without the unit that `exp2` waits for, to 4e-6 of it: a polynomial on
-/// `-1/2 .. 1/2`. NaN stays NaN, and anything under -127 is exactly 0.
-#[cube]
-pub(crate) fn exp2_polynomial(x: f32) -> f32 {
-    let x = by_value::<f32>(x);
-    let y: f32;
-    gpu_asm!(
-        "{{ .reg .f32 c, t, r, f, p; .reg .b32 s;",
-        "max.NaN.f32 c, {x}, 0fC2FE0000;",
-        "add.rn.f32 t, c, 0f4B400000;",
-        "sub.rn.f32 r, t, 0f4B400000;",
-        "sub.rn.f32 f, c, r;",
-        "fma.rn.f32 p, f, 0f3C1E5FB0, 0f3D650E71;",
-        "fma.rn.f32 p, p, f, 0f3E75FD26;",
-        "fma.rn.f32 p, p, f, 0f3F317061;",
-        "fma.rn.f32 p, p, f, 0f3F800000;",
-        "mov.b32 s, t; shl.b32 s, s, 23; add.s32 s, s, 0x3F800000; mov.b32 t, s;",
-        "mul.rn.f32 {y}, p, t; }}",
-        x = in(_) x, y = out(_) y, options(pure, nomem)
-    );
     y
 }
 
@@ -195,18 +172,6 @@ pub(crate) fn count_up(address: u32, #[comptime] last: u32) -> u32 {
     old
 }
 
-/// Waits on named barrier `id` until `units` units have come.
-#[cube]
-pub(crate) fn named_sync(#[comptime] id: u32, #[comptime] units: u32) {
-    gpu_asm!("bar.sync {id}, {units};");
-}
-
-/// Comes to named barrier `id` without waiting.
-#[cube]
-pub(crate) fn named_arrive(#[comptime] id: u32, #[comptime] units: u32) {
-    gpu_asm!("bar.arrive {id}, {units};");
-}
-
 /// Whether `x` is not 0 in any of a warpgroup's units, by named barrier `id`.
 #[cube]
 pub(crate) fn warpgroup_any(x: u32, #[comptime] id: u32) -> u32 {
@@ -240,6 +205,15 @@ pub(crate) fn load_shared(address: u32) -> u32 {
     let a = by_value::<u32>(address);
     let y: u32;
     gpu_asm!("ld.shared.b32 {y}, [{a}];", a = in(_) a, y = out(_) y);
+    y
+}
+
+/// Two neighbouring numbers in shared memory, at a multiple of 8 bytes.
+#[cube]
+pub(crate) fn load_shared_pair(address: u32) -> Vector<f32, Const<2>> {
+    let a = by_value::<u32>(address);
+    let y: Vector<f32, Const<2>>;
+    gpu_asm!("/* {y} {a} */ ld.shared.v2.f32 {{%0, %1}}, [%2];", a = in(_) a, y = out(_) y);
     y
 }
 

@@ -4,13 +4,13 @@ use super::blueprint::{Declined, ForwardBlueprint, check_layout};
 use super::forward::forward_kernel;
 use crate::device::elem_type;
 use crate::operands::{Operands, broadcast_bias, broadcast_mask, cube_count, geometry, optional};
-use cubecl::ir::AddressType;
+use cubecl::ir::{AddressType, ElemType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl::zspace::{Shape, Strides};
 use flash_attention_spec::Problem;
 
-/// Keys and values of the heads whose cubes run side by side, in bytes: half of the cache.
+/// What cubes that run side by side read of their heads, in bytes: half of the cache.
 const SECTION: usize = 24 << 20;
 
 /// Whether the family reads query, key and value as they lie in memory.
@@ -56,8 +56,6 @@ pub fn attention_forward(
     }
     let heads = problem.batch * problem.heads;
     let cubes = problem.seq_q.div_ceil(blueprint.block_q()) * heads;
-    let per_head = problem.seq_kv * (problem.head_dim + problem.value_dim) * bytes;
-    let section = (SECTION / per_head.max(1) * problem.group()).clamp(1, heads);
     let longest = [
         &operands.bias,
         &operands.mask.as_ref().map(|(mask, _)| mask.clone()),
@@ -70,17 +68,6 @@ pub fn attention_forward(
     .unwrap_or(0);
     let (mask, mask_element) = broadcast_mask(problem, operands.mask);
     let element = elem_type(problem.dtype);
-    let map = |x: TensorBinding, rows: usize| {
-        TensorMapArg::new(
-            TiledArgs {
-                tile_size: Shape::new([1, 1, rows, 64]),
-            },
-            mapped(x).into_tensor_arg(),
-            element,
-        )
-        .with_swizzle(TensorMapSwizzle::B128)
-        .with_prefetch(TensorMapPrefetch::B256)
-    };
     // SAFETY: tensor maps bound every read of query, key and value; mask and bias are read at
     // positions of the problem only, through their strides; each element of the two packed outputs
     // allocated above is written once, and every loop ends at a number of blocks.
@@ -93,21 +80,41 @@ pub fn attention_forward(
             blueprint.score_registers(),
             blueprint.probability_registers(),
             blueprint.output_registers(),
-            map(operands.query, blueprint.block_q()),
-            map(operands.key, blueprint.block_kv),
-            map(operands.value, blueprint.block_kv),
+            tensor_map(operands.query, blueprint.block_q(), element),
+            tensor_map(operands.key, blueprint.block_kv, element),
+            tensor_map(operands.value, blueprint.block_kv, element),
             optional(&mask),
             optional(&broadcast_bias(problem, operands.bias)),
             BufferArg::from_raw_parts(output.clone(), rows * problem.value_dim / 2),
             BufferArg::from_raw_parts(statistics.clone(), 2 * rows),
             geometry(problem),
-            section,
+            section(problem, problem.seq_kv, problem.group(), heads),
             *blueprint,
             element,
             mask_element,
         );
     }
     (output, statistics)
+}
+
+/// Heads, of `heads`, whose cubes run side by side: the cache holds two operands of `rows` rows for
+/// every `group` of them.
+pub(super) fn section(problem: &Problem, rows: usize, group: usize, heads: usize) -> usize {
+    let bytes = rows * (problem.head_dim + problem.value_dim) * problem.dtype.size();
+    (SECTION / bytes.max(1) * group).clamp(1, heads)
+}
+
+/// Copies of `rows` rows, 64 features at a time.
+pub(super) fn tensor_map(x: TensorBinding, rows: usize, element: ElemType) -> TensorMapArg<Tiled> {
+    TensorMapArg::new(
+        TiledArgs {
+            tile_size: Shape::new([1, 1, rows, 64]),
+        },
+        mapped(x).into_tensor_arg(),
+        element,
+    )
+    .with_swizzle(TensorMapSwizzle::B128)
+    .with_prefetch(TensorMapPrefetch::B256)
 }
 
 /// The operand with strides that a tensor map takes: those of dimensions of one element are never

@@ -2,6 +2,9 @@
 
 use super::blueprint::{ForwardBlueprint, variants};
 use super::forward::forward_kernel;
+use super::gradient_blueprint::{GradientBlueprint, gradient_variants};
+use super::key_value_gradient::key_value_gradient_kernel;
+use super::query_gradient::query_gradient_kernel;
 use crate::device::elem_type;
 use crate::machine_code::Specimen;
 use cubecl::ir::{AddressType, ElemType, UIntKind};
@@ -30,6 +33,22 @@ pub(crate) fn specimens() -> Vec<Specimen> {
             };
             let full = problem(dims, dtype, true, options);
             all.push(forward(variants(&full)[0], true, dtype));
+            if dims[0].max(dims[1]) > 128 {
+                continue;
+            }
+            for (problem, masked, count) in [(&plain, false, count), (&full, true, 1)] {
+                let (query, key_value) = gradient_variants(problem);
+                for blueprint in query.into_iter().take(count) {
+                    all.push(query_gradient(blueprint, masked, dtype));
+                }
+                for blueprint in key_value.into_iter().take(count) {
+                    all.push(key_value_gradient(blueprint, masked, dtype));
+                }
+            }
+            // Capped scores alone have a form for blocks that are wholly visible, too.
+            let (query, key_value) = gradient_variants(&problem(dims, dtype, false, options));
+            all.push(query_gradient(query[0], false, dtype));
+            all.push(key_value_gradient(key_value[0], false, dtype));
         }
     }
     all
@@ -56,13 +75,11 @@ fn problem(
 fn forward(blueprint: ForwardBlueprint, masked: bool, dtype: Dtype) -> Specimen {
     let b = blueprint;
     let name = format!(
-        "hopper forward {dtype} d{}v{} {}x64x{}{}{}{}",
+        "hopper forward {dtype} d{}v{} {}x64x{}{}",
         b.head_dim,
         b.value_dim,
         b.warpgroups,
         b.block_kv,
-        if b.turns { " turns" } else { "" },
-        if b.polynomial > 0 { " polynomial" } else { "" },
         if masked { " mask bias softcap" } else { "" },
     );
     Specimen::new(name, 90, move |offline| {
@@ -82,6 +99,79 @@ fn forward(blueprint: ForwardBlueprint, masked: bool, dtype: Dtype) -> Specimen 
             b.score_registers(),
             b.probability_registers(),
             b.output_registers(),
+            b,
+            elem_type(dtype),
+            ElemType::UInt(UIntKind::U8),
+        ))
+    })
+    .only()
+}
+
+fn gradient_name(kernel: &str, b: &GradientBlueprint, masked: bool, dtype: Dtype) -> String {
+    format!(
+        "hopper {kernel} {dtype} d{}v{} {}x64x{}{}{}{}",
+        b.head_dim,
+        b.value_dim,
+        b.warpgroups,
+        b.walked,
+        if masked { " mask" } else { "" },
+        if b.biased { " bias" } else { "" },
+        if b.capped { " softcap" } else { "" },
+    )
+}
+
+#[allow(clippy::unit_arg)]
+fn query_gradient(b: GradientBlueprint, masked: bool, dtype: Dtype) -> Specimen {
+    let name = gradient_name("query gradient", &b, masked, dtype);
+    Specimen::new(name, 90, move |offline| {
+        Box::new(query_gradient_kernel::QueryGradientKernel::new(
+            offline.settings(b.units(), AddressType::U32),
+            offline.properties.clone(),
+            offline.target.clone(),
+            (),
+            (),
+            (),
+            (),
+            offline.optional(masked),
+            offline.optional(b.biased),
+            offline.buffer(),
+            offline.buffer(),
+            offline.geometry(),
+            offline.index(),
+            b.score_registers(),
+            b.weight_registers(),
+            b.key_registers(),
+            b,
+            elem_type(dtype),
+            ElemType::UInt(UIntKind::U8),
+        ))
+    })
+    .only()
+}
+
+#[allow(clippy::unit_arg)]
+fn key_value_gradient(b: GradientBlueprint, masked: bool, dtype: Dtype) -> Specimen {
+    let name = gradient_name("key value gradient", &b, masked, dtype);
+    Specimen::new(name, 90, move |offline| {
+        Box::new(key_value_gradient_kernel::KeyValueGradientKernel::new(
+            offline.settings(b.units(), AddressType::U32),
+            offline.properties.clone(),
+            offline.target.clone(),
+            (),
+            (),
+            (),
+            (),
+            (),
+            offline.optional(masked),
+            offline.optional(b.biased),
+            offline.buffer(),
+            offline.buffer(),
+            offline.geometry(),
+            offline.index(),
+            b.score_registers(),
+            b.weight_registers(),
+            b.key_registers(),
+            b.value_registers(),
             b,
             elem_type(dtype),
             ElemType::UInt(UIntKind::U8),

@@ -19,22 +19,33 @@
 //! O / l, m and ln l to global memory
 //! ```
 //!
-//! While one warpgroup takes exponents another multiplies. They may take turns at it, so that the
-//! products of two do not wait for each other.
+//! While one warpgroup takes exponents another multiplies.
 //!
 //! A probability of 0 does not undo a value that is not finite: 0 times it is NaN. Where a block has
 //! hidden keys, its values are looked at first, and one that is not finite sends the block's product
 //! to a loop over keys that leaves out those of probability 0.
 
 mod blueprint;
+mod careful;
 mod forward;
+mod gradient;
+mod gradient_blueprint;
 mod instructions;
+mod key_value_gradient;
 mod launch;
+mod launch_backward;
 #[cfg(feature = "machine-code")]
 mod machine_code;
+mod pipeline;
+mod query_gradient;
 mod softmax;
+mod statistics;
 
 pub use blueprint::{Declined, ForwardBlueprint, check_layout, plan_forward, variants};
+pub use gradient_blueprint::{
+    BackwardBlueprint, GradientBlueprint, gradient_variants, plan_backward,
+};
 pub use launch::{attention_forward, check_operands};
+pub use launch_backward::{attention_backward, check_gradient_operands};
 #[cfg(feature = "machine-code")]
 pub(crate) use machine_code::specimens;

@@ -5,7 +5,7 @@
 //! as they are, or, where cap or bias change them, finished scores.
 
 use super::blueprint::ForwardBlueprint;
-use super::instructions::{exp2, exp2_polynomial, minus_infinity, pack, reciprocal};
+use super::instructions::{exp2, minus_infinity, pack, reciprocal};
 use crate::schedule::Geometry;
 use crate::score::{finish_score, is_visible, lowest, score_row};
 use cubecl::prelude::*;
@@ -131,6 +131,8 @@ fn row_end(top: f32, base: f32, sum: f32, factor: f32, unit: f32) -> RowEnd {
         inverse = reciprocal(total);
         // Probabilities were relative to the rounded base: back to the maximum without rounding.
         log_sum = total.ln() - LN_2 * fma(top, factor, -max(base * factor, lowest()));
+        // What is stored is a rounded product: the sum is of exponents relative to that.
+        log_sum += fma(top, unit, -maximum);
     }
     RowEnd {
         maximum,
@@ -207,12 +209,10 @@ pub(crate) fn probabilities<S: Size, P: Size>(
     let mut sum_1 = 0.0f32;
     #[unroll]
     for j in 0..comptime!(blueprint.block_kv / 8) {
-        let polynomial =
-            comptime!(blueprint.polynomial > 0 && (j as u32).is_multiple_of(blueprint.polynomial));
-        let a = power(fma(scores.extract(4 * j), factor, -base_0), polynomial);
-        let b = power(fma(scores.extract(4 * j + 1), factor, -base_0), false);
-        let c = power(fma(scores.extract(4 * j + 2), factor, -base_1), polynomial);
-        let d = power(fma(scores.extract(4 * j + 3), factor, -base_1), false);
+        let a = exp2(fma(scores.extract(4 * j), factor, -base_0));
+        let b = exp2(fma(scores.extract(4 * j + 1), factor, -base_0));
+        let c = exp2(fma(scores.extract(4 * j + 2), factor, -base_1));
+        let d = exp2(fma(scores.extract(4 * j + 3), factor, -base_1));
         sum_0 += a + b;
         sum_1 += c + d;
         p.insert(2 * j, pack(a, b, element));
@@ -221,13 +221,4 @@ pub(crate) fn probabilities<S: Size, P: Size>(
     rows.sum_0 += sum_0;
     rows.sum_1 += sum_1;
     p
-}
-
-#[cube]
-fn power(x: f32, #[comptime] polynomial: bool) -> f32 {
-    if comptime!(polynomial) {
-        exp2_polynomial(x)
-    } else {
-        exp2(x)
-    }
 }

@@ -1,0 +1,199 @@
+//! Which blocks serve the gradients of a problem: pure functions of plain data.
+
+use super::blueprint::{Declined, check_problem};
+use super::instructions::Products;
+use crate::device::Device;
+use flash_attention_spec::{Dtype, Problem};
+
+/// What is decided before a launch of a gradient kernel, and determines its code.
+///
+/// A cube owns rows of one side, 64 to a warpgroup: keys for the key and value gradients, queries
+/// for the query gradient. It walks blocks of the other side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct GradientBlueprint {
+    /// Warpgroups of a cube.
+    pub warpgroups: u32,
+    /// Rows of a walked block, a multiple of 16.
+    pub walked: usize,
+    /// Features of query and key.
+    pub head_dim: usize,
+    /// Features of the value.
+    pub value_dim: usize,
+    /// Element type of the operands.
+    pub dtype: Dtype,
+    /// Whether scores are capped.
+    pub capped: bool,
+    /// Whether a bias is added to scores.
+    pub biased: bool,
+}
+
+/// What is decided before the launches of a backward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BackwardBlueprint {
+    /// The query gradient: a cube owns queries.
+    pub query: GradientBlueprint,
+    /// The key and value gradients: a cube owns keys.
+    pub key_value: GradientBlueprint,
+}
+
+/// The widest heads: both gradients of 64 keys stay in a warpgroup's registers.
+const WIDEST: usize = 128;
+
+impl GradientBlueprint {
+    /// Rows that a cube owns.
+    pub const fn owned(&self) -> usize {
+        self.warpgroups as usize * 64
+    }
+
+    /// Units of a cube.
+    pub const fn units(&self) -> u32 {
+        self.warpgroups * 128
+    }
+
+    /// Shared memory of a cube, in bytes: two operands of the rows that it owns, two stages of those
+    /// that it walks and their statistics, and barriers.
+    pub const fn shared_memory(&self) -> usize {
+        let panels = self.head_dim.div_ceil(64) + self.value_dim.div_ceil(64);
+        let rows = self.owned() + 2 * self.walked;
+        rows * panels * 128 + 2 * 3 * self.walked * 4 + 1024
+    }
+
+    /// Whether scores are dot products times the scale.
+    pub(crate) const fn plain(&self) -> bool {
+        !self.capped && !self.biased
+    }
+
+    /// The element type in PTX.
+    pub(crate) const fn element(&self) -> &'static str {
+        match self.dtype {
+            Dtype::F16 => "f16",
+            _ => "bf16",
+        }
+    }
+
+    /// Vectors have a power of two lanes; products use the first.
+    pub(crate) const fn score_registers(&self) -> usize {
+        (self.walked / 2).next_power_of_two()
+    }
+
+    pub(crate) const fn weight_registers(&self) -> usize {
+        self.score_registers() / 2
+    }
+
+    pub(crate) const fn key_registers(&self) -> usize {
+        (self.head_dim / 2).next_power_of_two()
+    }
+
+    pub(crate) const fn value_registers(&self) -> usize {
+        (self.value_dim / 2).next_power_of_two()
+    }
+
+    /// The product of owned rows with walked ones over `dim` features, as text.
+    pub(crate) fn dots(&self, dim: usize) -> String {
+        self.products(dim).scores(self.score_registers())
+    }
+
+    /// The sum of walked rows of `dim` features, by weights in registers, as text.
+    pub(crate) fn sums(&self, dim: usize) -> String {
+        let length = (dim / 2).next_power_of_two();
+        self.products(dim).values(length, self.weight_registers())
+    }
+
+    fn products(&self, dim: usize) -> Products {
+        Products {
+            element: self.element(),
+            block_kv: self.walked,
+            head_dim: dim,
+            value_dim: dim,
+            query_panel: self.owned() * 128,
+            negated: false,
+        }
+    }
+}
+
+/// The blueprint of the gradients of `problem` on `device`: the first of [`gradient_variants`] that
+/// fits, for each kernel.
+///
+/// # Errors
+/// What of the problem or the device the family cannot serve.
+pub fn plan_backward(problem: &Problem, device: &Device) -> Result<BackwardBlueprint, Declined> {
+    check_problem(problem, device)?;
+    let dimensions = [
+        ("head_dim", problem.head_dim),
+        ("value_dim", problem.value_dim),
+    ];
+    for (dimension, given) in dimensions {
+        if given > WIDEST {
+            return Err(Declined::Wide {
+                dimension,
+                given,
+                expected: WIDEST,
+            });
+        }
+    }
+    let (query, key_value) = gradient_variants(problem);
+    let query_heads = problem.batch as u128 * problem.heads as u128;
+    let key_heads = problem.batch as u128 * problem.kv_heads as u128;
+    Ok(BackwardBlueprint {
+        query: fitting(&query, problem.seq_q, query_heads, device)?,
+        key_value: fitting(&key_value, problem.seq_kv, key_heads, device)?,
+    })
+}
+
+fn fitting(
+    all: &[GradientBlueprint],
+    rows: usize,
+    heads: u128,
+    device: &Device,
+) -> Result<GradientBlueprint, Declined> {
+    let fits = |blueprint: &&GradientBlueprint| {
+        blueprint.shared_memory() <= device.shared_memory && blueprint.units() <= device.units
+    };
+    let smallest = all[all.len() - 1];
+    let Some(blueprint) = all.iter().find(fits) else {
+        return Err(if smallest.units() > device.units {
+            Declined::Units {
+                given: device.units,
+                expected: smallest.units(),
+            }
+        } else {
+            Declined::SharedMemory {
+                given: device.shared_memory,
+                expected: smallest.shared_memory(),
+            }
+        });
+    };
+    let given = rows.div_ceil(blueprint.owned()) as u128 * heads;
+    let (x, y, _) = device.max_cube_count;
+    let expected = (u128::from(x) * u128::from(y)).min(u128::from(i32::MAX as u32));
+    if given > expected {
+        return Err(Declined::Cubes { given, expected });
+    }
+    Ok(*blueprint)
+}
+
+/// Blueprints worth measuring, of the query gradient and of the key and value gradients; the ones
+/// that are taken unmeasured first.
+pub fn gradient_variants(problem: &Problem) -> (Vec<GradientBlueprint>, Vec<GradientBlueprint>) {
+    let form = |&(warpgroups, walked): &(u32, usize)| GradientBlueprint {
+        warpgroups,
+        walked,
+        head_dim: problem.head_dim,
+        value_dim: problem.value_dim,
+        dtype: problem.dtype,
+        capped: problem.softcap.is_some(),
+        biased: problem.bias.is_some(),
+    };
+    let forms = |blocks: &[(u32, usize)]| blocks.iter().map(form).collect();
+    if problem.head_dim.max(problem.value_dim) <= 64 {
+        (
+            forms(&[(3, 96), (3, 64), (2, 128), (4, 64), (2, 64)]),
+            forms(&[(3, 64), (2, 128), (2, 64)]),
+        )
+    } else {
+        (
+            forms(&[(3, 64), (2, 128), (3, 80), (2, 64)]),
+            forms(&[(2, 64), (2, 80)]),
+        )
+    }
+}

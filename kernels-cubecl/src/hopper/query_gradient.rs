@@ -1,0 +1,392 @@
+//! The query gradient: one cube for each block of queries of a head, one warpgroup for 64 of them.
+
+use super::careful::{add_careful, non_finite};
+use super::gradient::{
+    Position, gradients_by_query, probabilities_by_query, row_statistics, store_sums,
+};
+use super::gradient_blueprint::GradientBlueprint;
+use super::instructions::*;
+use super::pipeline::{load_rows, retire, row_of};
+use crate::schedule::{Geometry, keys_of_block, wholly_visible};
+use cubecl::prelude::barrier::Barrier;
+use cubecl::prelude::*;
+
+/// Writes the gradient of the query, packed, in pairs.
+///
+/// `statistics` is `[3, batch, heads, seq_q]`. `S`, `P` and `O` are the registers of a unit for scores,
+/// rounded weights and the gradient. `section` heads at a time have their cubes run side by side, so
+/// that the cache keeps their keys and values.
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(
+    clippy::too_many_arguments,
+    clippy::collapsible_if,
+    clippy::manual_is_multiple_of
+)]
+pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
+    query: &TensorMap<E, Tiled>,
+    key: &TensorMap<E, Tiled>,
+    value: &TensorMap<E, Tiled>,
+    output_gradient: &TensorMap<E, Tiled>,
+    mask: ComptimeOption<&Tensor<M>>,
+    bias: ComptimeOption<&Tensor<E>>,
+    statistics: &[f32],
+    query_gradient: &mut [u32],
+    geometry: Geometry,
+    section: usize,
+    #[comptime] blueprint: GradientBlueprint,
+    #[define(E)] _element: ElemType,
+    #[define(M)] _mask_element: ElemType,
+) {
+    let block_q = comptime!(blueprint.owned());
+    let block_kv = comptime!(blueprint.walked);
+    let key_panels = comptime!(blueprint.head_dim.div_ceil(64));
+    let value_panels = comptime!(blueprint.value_dim.div_ceil(64));
+    let owned_panel = comptime!(block_q * 64);
+    let panel = comptime!(block_kv * 64);
+    let key_stage = comptime!(key_panels * panel);
+    let value_stage = comptime!(value_panels * panel);
+    let element = comptime!(blueprint.element());
+
+    // Which queries: heads in sections, the last block of queries first, for it sees the most keys.
+    let blocks = (geometry.seq_q as usize).div_ceil(block_q);
+    let heads = geometry.batch * geometry.heads;
+    if CUBE_POS >= blocks * heads {
+        terminate!();
+    }
+    let first_head = CUBE_POS / (blocks * section) * section;
+    let width = select(heads - first_head < section, heads - first_head, section);
+    let place = CUBE_POS - first_head * blocks;
+    let batch_head = first_head + place % width;
+    let first_query = ((blocks - 1 - place / width) * block_q) as i32;
+    let batch = batch_head / geometry.heads;
+    let head = batch_head % geometry.heads;
+    let kv_head = (head / geometry.group) as i32;
+
+    let mut query_tile =
+        Shared::<[E]>::new_aligned_slice(comptime!(key_panels * owned_panel), 1024usize);
+    let mut gradient_tile =
+        Shared::<[E]>::new_aligned_slice(comptime!(value_panels * owned_panel), 1024usize);
+    let mut key_tiles = Shared::<[E]>::new_aligned_slice(comptime!(2 * key_stage), 1024usize);
+    let mut value_tiles = Shared::<[E]>::new_aligned_slice(comptime!(2 * value_stage), 1024usize);
+    // How many planes are done with a stage.
+    let mut done = Shared::<[u32]>::new_slice(2usize);
+    // Waits here for the end, so that no register holds it all along.
+    let mut stash = Shared::<[u32]>::new_slice(1usize);
+    let elected = UNIT_POS == 0;
+    if UNIT_POS < 2 {
+        done[UNIT_POS as usize] = 0u32;
+    }
+    let owned_full = Barrier::shared_uninit();
+    let full_0 = Barrier::shared_uninit();
+    let full_1 = Barrier::shared_uninit();
+    if elected {
+        stash[0] = batch_head as u32;
+        owned_full.init_manual(1u32);
+        full_0.init_manual(1u32);
+        full_1.init_manual(1u32);
+    }
+    sync_async_proxy_shared();
+    sync_cube();
+
+    // The blocks of keys that the cube walks, from the last.
+    let keys = keys_of_block(&geometry, first_query, block_q);
+    let first_block = keys.first as u32 / comptime!(block_kv as u32);
+    let end_block = (keys.end as u32).div_ceil(comptime!(block_kv as u32));
+    let count = select(end_block > first_block, end_block - first_block, 0u32);
+
+    // Those that this warpgroup's own queries see. The others it passes by.
+    let warpgroup = plane_broadcast(UNIT_POS / 128, 0u32);
+    let own_query = first_query + (warpgroup * 64) as i32;
+    let own_keys = keys_of_block(&geometry, own_query, 64usize);
+    let own_first = own_keys.first as u32 / comptime!(block_kv as u32);
+    let mut own_end = (own_keys.end as u32).div_ceil(comptime!(block_kv as u32));
+    if own_query >= geometry.seq_q {
+        own_end = own_first;
+    }
+
+    if elected {
+        if count > 0 {
+            owned_full.arrive_and_expect_tx(
+                1,
+                comptime!(((key_panels + value_panels) * owned_panel * 2) as u32),
+            );
+            load_rows(
+                &owned_full,
+                query,
+                &mut query_tile,
+                0usize,
+                batch as i32,
+                head as i32,
+                first_query,
+                key_panels,
+                owned_panel,
+            );
+            load_rows(
+                &owned_full,
+                output_gradient,
+                &mut gradient_tile,
+                0usize,
+                batch as i32,
+                head as i32,
+                first_query,
+                value_panels,
+                owned_panel,
+            );
+            load_walked(
+                &full_0,
+                key,
+                value,
+                &mut key_tiles,
+                &mut value_tiles,
+                0usize,
+                batch as i32,
+                kv_head,
+                end_block - 1,
+                blueprint,
+            );
+        }
+        if count > 1 {
+            load_walked(
+                &full_1,
+                key,
+                value,
+                &mut key_tiles,
+                &mut value_tiles,
+                1usize,
+                batch as i32,
+                kv_head,
+                end_block - 2,
+                blueprint,
+            );
+        }
+    }
+
+    let lane = UNIT_POS % 32;
+    let query_address = shared_address::<E>(query_tile.as_ptr()) + warpgroup * 8192;
+    let gradient_address = shared_address::<E>(gradient_tile.as_ptr()) + warpgroup * 8192;
+    let key_address = shared_address::<E>(key_tiles.as_ptr());
+    let value_address = shared_address::<E>(value_tiles.as_ptr());
+    let done_address = shared_address::<u32>(done.as_ptr());
+    let stash_address = shared_address::<u32>(stash.as_ptr());
+    let key_dots = comptime!(blueprint.dots(blueprint.head_dim));
+    let value_dots = comptime!(blueprint.dots(blueprint.value_dim));
+    let key_sum = comptime!(blueprint.sums(blueprint.head_dim));
+    let last_plane = comptime!(blueprint.warpgroups * 4 - 1);
+
+    let row = own_query + row_of(UNIT_POS);
+    let rows = heads * geometry.seq_q as usize;
+    let first_row = batch_head * geometry.seq_q as usize;
+    let row_0 = row_statistics(
+        statistics,
+        rows,
+        first_row + row as usize,
+        row < geometry.seq_q,
+        &geometry,
+    );
+    let row_1 = row_statistics(
+        statistics,
+        rows,
+        first_row + row as usize + 8,
+        row + 8 < geometry.seq_q,
+        &geometry,
+    );
+
+    let mut acc = Vector::<f32, O>::new(0.0f32);
+    if count > 0 {
+        owned_full.wait_parity(0u32);
+    }
+    for n in 0..count {
+        let block = end_block - 1 - n;
+        let stage = n % 2;
+        let phase = (n / 2) % 2;
+        if stage == 0 {
+            full_0.wait_parity(phase);
+        } else {
+            full_1.wait_parity(phase);
+        }
+        if block >= own_first && block < own_end {
+            let key_at = key_address + stage * comptime!((key_stage * 2) as u32);
+            let value_at = value_address + stage * comptime!((value_stage * 2) as u32);
+            let first_kv = (block * comptime!(block_kv as u32)) as i32;
+            let dots = dot_product::<S>(
+                row_descriptor(query_address),
+                row_descriptor(key_at),
+                comptime!(key_dots.clone()),
+            );
+            let always = comptime!(mask.is_some() || bias.is_some());
+            let edge = always || !wholly_visible(&geometry, own_query, first_kv, 64usize, block_kv);
+            let mut weights = Vector::<f32, S>::new(0.0f32);
+            if edge {
+                let unit = unit_again();
+                weights = probabilities_by_query::<E, M, S>(
+                    dots,
+                    row_0,
+                    row_1,
+                    Position {
+                        batch,
+                        head,
+                        query: own_query + row_of(unit),
+                        key: first_kv + ((unit % 4) * 2) as i32,
+                    },
+                    &mask,
+                    &bias,
+                    &geometry,
+                    true,
+                    blueprint,
+                );
+            } else {
+                if comptime!(!always) {
+                    weights = probabilities_by_query::<E, M, S>(
+                        dots,
+                        row_0,
+                        row_1,
+                        Position {
+                            batch,
+                            head,
+                            query: own_query,
+                            key: first_kv,
+                        },
+                        &mask,
+                        &bias,
+                        &geometry,
+                        false,
+                        blueprint,
+                    );
+                }
+            }
+            let products = dot_product::<S>(
+                row_descriptor(gradient_address),
+                row_descriptor(value_at),
+                comptime!(value_dots.clone()),
+            );
+            let mut rounded = Vector::<u32, P>::new(0u32);
+            let mut way = 0u32;
+            if edge {
+                rounded =
+                    gradients_by_query::<S, P>(weights, products, row_0, row_1, true, blueprint);
+                way = non_finite(
+                    key_at,
+                    block_kv,
+                    blueprint.head_dim,
+                    blueprint.warpgroups,
+                    element,
+                );
+            } else {
+                if comptime!(!always) {
+                    rounded = gradients_by_query::<S, P>(
+                        weights, products, row_0, row_1, false, blueprint,
+                    );
+                }
+            }
+            if way == 0 {
+                acc = value_product::<P, O>(
+                    acc,
+                    rounded,
+                    column_descriptor(key_at, comptime!(panel * 2)),
+                    comptime!(key_sum.clone()),
+                );
+            } else {
+                acc = add_careful::<P, O>(
+                    acc,
+                    rounded,
+                    key_at,
+                    lane,
+                    block_kv,
+                    blueprint.head_dim,
+                    element,
+                );
+            }
+        }
+        if retire(done_address + stage * 4, lane, n + 2 < count, last_plane) {
+            if stage == 0 {
+                load_walked(
+                    &full_0,
+                    key,
+                    value,
+                    &mut key_tiles,
+                    &mut value_tiles,
+                    0usize,
+                    batch as i32,
+                    kv_head,
+                    block - 2,
+                    blueprint,
+                );
+            } else {
+                load_walked(
+                    &full_1,
+                    key,
+                    value,
+                    &mut key_tiles,
+                    &mut value_tiles,
+                    1usize,
+                    batch as i32,
+                    kv_head,
+                    block - 2,
+                    blueprint,
+                );
+            }
+        }
+        sync_plane();
+    }
+
+    let batch_head = load_shared(stash_address) as usize;
+    let unit = unit_again();
+    store_sums::<O>(
+        acc,
+        query_gradient,
+        batch_head,
+        own_query + row_of(unit),
+        geometry.seq_q,
+        unit % 32,
+        geometry.scale,
+        blueprint.head_dim,
+        element,
+    );
+}
+
+/// Asks for a block of keys and values of a head, to `stage`.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn load_walked<E: Float>(
+    full: &Shared<Barrier>,
+    key: &TensorMap<E, Tiled>,
+    value: &TensorMap<E, Tiled>,
+    key_tiles: &mut Shared<[E]>,
+    value_tiles: &mut Shared<[E]>,
+    #[comptime] stage: usize,
+    batch: i32,
+    head: i32,
+    block: u32,
+    #[comptime] blueprint: GradientBlueprint,
+) {
+    let key_panels = comptime!(blueprint.head_dim.div_ceil(64));
+    let value_panels = comptime!(blueprint.value_dim.div_ceil(64));
+    let panel = comptime!(blueprint.walked * 64);
+    let row = (block * comptime!(blueprint.walked as u32)) as i32;
+    full.arrive_and_expect_tx(
+        1,
+        comptime!(((key_panels + value_panels) * panel * 2) as u32),
+    );
+    load_rows(
+        full,
+        key,
+        key_tiles,
+        comptime!(stage * key_panels * panel).runtime(),
+        batch,
+        head,
+        row,
+        key_panels,
+        panel,
+    );
+    load_rows(
+        full,
+        value,
+        value_tiles,
+        comptime!(stage * value_panels * panel).runtime(),
+        batch,
+        head,
+        row,
+        value_panels,
+        panel,
+    );
+}
