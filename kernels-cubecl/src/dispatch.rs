@@ -57,6 +57,27 @@ pub fn attention_backward(
     wanted: Wanted,
 ) -> Gradients {
     let portable = &blueprint.portable;
+    match &blueprint.hopper_backward {
+        Ok(hopper) => match hopper::check_gradient_operands(&operands, &output_gradient) {
+            Ok(()) => {
+                log::debug!("backward by {HOPPER}");
+                return hopper::attention_backward(
+                    client,
+                    problem,
+                    hopper,
+                    portable.backward,
+                    operands,
+                    output,
+                    statistics,
+                    output_gradient,
+                    lse_gradient,
+                    wanted,
+                );
+            }
+            Err(reason) => log::debug!("{HOPPER} declined: {reason}"),
+        },
+        Err(reason) => log::debug!("{HOPPER} declined: {reason}"),
+    }
     match &blueprint.mma {
         Ok(mma) => {
             log::debug!("backward by {MMA}");

@@ -82,6 +82,8 @@ pub struct Blueprint {
     /// Warpgroup products and tensor copies for the forward pass, or why not. They also have to be
     /// able to read the operands as they lie in memory ([`hopper::check_operands`]).
     pub hopper: Result<hopper::ForwardBlueprint, hopper::Declined>,
+    /// The same for the backward pass ([`hopper::check_gradient_operands`]).
+    pub hopper_backward: Result<hopper::BackwardBlueprint, hopper::Declined>,
     /// Register fragments, or why not.
     pub mma: Result<mma::Blueprint, mma::Decline>,
 }
@@ -117,8 +119,16 @@ impl Blueprint {
         }
     }
 
-    /// What runs the backward pass.
+    /// What runs the backward pass, on operands that lie packed in memory: of several kernels, the
+    /// one of the query gradient.
     pub fn backward(&self) -> Served {
+        if let Ok(hopper) = &self.hopper_backward {
+            return Served {
+                family: HOPPER,
+                block_q: hopper.query.owned(),
+                block_kv: hopper.query.walked,
+            };
+        }
         match &self.mma {
             Ok(mma) => Served {
                 family: MMA,
@@ -131,11 +141,18 @@ impl Blueprint {
 
     /// Families that declined, each with its reason.
     pub fn declined(&self) -> Vec<(&'static str, String)> {
-        let hopper = self.hopper.as_ref().err();
-        let mma = self.mma.as_ref().err();
-        let hopper = hopper.map(|reason| (HOPPER, reason.to_string()));
-        let mma = mma.map(|reason| (MMA, reason.to_string()));
-        hopper.into_iter().chain(mma).collect()
+        let forward = self.hopper.as_ref().err().map(ToString::to_string);
+        let backward = self.hopper_backward.as_ref().err();
+        let backward = backward
+            .map(|reason| format!("{reason} (backward)"))
+            // The same reason against both passes is said once.
+            .filter(|_| self.hopper.as_ref().err() != self.hopper_backward.as_ref().err());
+        let mma = self.mma.as_ref().err().map(ToString::to_string);
+        let hopper = forward.into_iter().chain(backward);
+        hopper
+            .map(|reason| (HOPPER, reason))
+            .chain(mma.map(|reason| (MMA, reason)))
+            .collect()
     }
 }
 
@@ -157,6 +174,7 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, PlanError> 
     Ok(Blueprint {
         portable: portable::plan(problem, device)?,
         hopper: hopper::plan_forward(problem, device),
+        hopper_backward: hopper::plan_backward(problem, device),
         mma: mma::plan(problem, device),
     })
 }

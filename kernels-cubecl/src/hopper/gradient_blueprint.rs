@@ -188,12 +188,12 @@ pub fn gradient_variants(problem: &Problem) -> (Vec<GradientBlueprint>, Vec<Grad
     if problem.head_dim.max(problem.value_dim) <= 64 {
         (
             forms(&[(3, 96), (3, 64), (2, 128), (4, 64), (2, 64)]),
-            forms(&[(3, 64), (2, 128), (2, 64)]),
+            forms(&[(2, 128), (3, 64), (2, 64)]),
         )
     } else {
         (
             forms(&[(3, 64), (2, 128), (3, 80), (2, 64)]),
-            forms(&[(2, 64), (2, 80)]),
+            forms(&[(2, 64)]),
         )
     }
 }

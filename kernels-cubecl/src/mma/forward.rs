@@ -324,7 +324,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             let result = row_result(&running, &geometry, comptime!(2 * r + half), config);
             let row = warp_row + comptime!(16 * r + 8 * half) + lane / 4;
             let i = first_query + row as i32;
-            if lane % 4 == 0 && i < geometry.seq_q {
+            if lane & 3 == 0 && i < geometry.seq_q {
                 let at = first_row + i as usize;
                 statistics[at] = result.maximum;
                 statistics[rows + at] = result.log_sum;

@@ -130,12 +130,12 @@ pub(crate) fn issue<E: Float, N: Size>(
     if comptime!(staging.asynchronous) {
         let width = comptime!(chunks(staging.dim));
         let unit = UNIT_POS as usize;
-        if comptime!(staging.units % width == 0) {
+        if comptime!(staging.units.is_multiple_of(width)) {
             // A unit keeps its column: one address, and constant distances from it.
             let step = comptime!(staging.units / width);
             let row = unit / width;
             let chunk = unit % width;
-            let in_row = comptime!(staging.dim % 16 == 0) || chunk * CHUNK < staging.dim;
+            let in_row = comptime!(staging.dim.is_multiple_of(16)) || chunk * CHUNK < staging.dim;
             let first = first_row + row as i32;
             let from = rows.base + first as usize * rows.stride + chunk * CHUNK;
             let to = slot + row * comptime!(pitch(staging.dim)) + chunk;
@@ -159,7 +159,7 @@ pub(crate) fn issue<E: Float, N: Size>(
             #[unroll]
             for n in 0..comptime!(staging.steps()) {
                 let index = n * staging.units + unit;
-                if comptime!(staging.chunks() % staging.units == 0)
+                if comptime!(staging.chunks().is_multiple_of(staging.units))
                     || index < comptime!(staging.chunks())
                 {
                     let row = index / width;
@@ -206,7 +206,7 @@ pub(crate) fn land<E: Float, N: Size>(
         #[unroll]
         for n in 0..comptime!(staging.steps()) {
             let index = n * staging.units + UNIT_POS as usize;
-            if comptime!(staging.chunks() % staging.units == 0)
+            if comptime!(staging.chunks().is_multiple_of(staging.units))
                 || index < comptime!(staging.chunks())
             {
                 let to = slot + index / width * comptime!(pitch(staging.dim)) + index % width;
