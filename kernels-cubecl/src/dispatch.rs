@@ -1,9 +1,9 @@
-//! Runs the family that a blueprint names for each pass.
+//! Runs the family that a blueprint names for each pass, and says in the log which and why.
 
 use crate::hopper;
 use crate::mma;
 use crate::operands::{Gradients, Operands};
-use crate::plan::{Blueprint, HOPPER};
+use crate::plan::{Blueprint, HOPPER, MMA, PORTABLE};
 use crate::portable;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -19,15 +19,25 @@ pub fn attention_forward(
     blueprint: &Blueprint,
     operands: Operands,
 ) -> (Handle, Handle) {
-    if let Ok(hopper) = &blueprint.hopper {
-        match hopper::check_operands(&operands) {
-            Ok(()) => return hopper::attention_forward(client, problem, hopper, operands),
+    match &blueprint.hopper {
+        Ok(hopper) => match hopper::check_operands(&operands) {
+            Ok(()) => {
+                log::debug!("forward by {HOPPER}");
+                return hopper::attention_forward(client, problem, hopper, operands);
+            }
             Err(reason) => log::debug!("{HOPPER} declined: {reason}"),
-        }
+        },
+        Err(reason) => log::debug!("{HOPPER} declined: {reason}"),
     }
     match &blueprint.mma {
-        Ok(mma) => mma::attention_forward(client, problem, mma, operands),
-        Err(_) => portable::attention_forward(client, problem, &blueprint.portable, operands),
+        Ok(mma) => {
+            log::debug!("forward by {MMA}");
+            mma::attention_forward(client, problem, mma, operands)
+        }
+        Err(reason) => {
+            log::debug!("{MMA} declined: {reason}; forward by {PORTABLE}");
+            portable::attention_forward(client, problem, &blueprint.portable, operands)
+        }
     }
 }
 
@@ -47,29 +57,35 @@ pub fn attention_backward(
     wanted: Wanted,
 ) -> Gradients {
     let portable = &blueprint.portable;
-    if let Ok(mma) = &blueprint.mma {
-        return mma::attention_backward(
-            client,
-            problem,
-            mma,
-            portable.backward,
-            operands,
-            output,
-            statistics,
-            output_gradient,
-            lse_gradient,
-            wanted,
-        );
+    match &blueprint.mma {
+        Ok(mma) => {
+            log::debug!("backward by {MMA}");
+            mma::attention_backward(
+                client,
+                problem,
+                mma,
+                portable.backward,
+                operands,
+                output,
+                statistics,
+                output_gradient,
+                lse_gradient,
+                wanted,
+            )
+        }
+        Err(reason) => {
+            log::debug!("{MMA} declined: {reason}; backward by {PORTABLE}");
+            portable::attention_backward(
+                client,
+                problem,
+                portable,
+                operands,
+                output,
+                statistics,
+                output_gradient,
+                lse_gradient,
+                wanted,
+            )
+        }
     }
-    portable::attention_backward(
-        client,
-        problem,
-        portable,
-        operands,
-        output,
-        statistics,
-        output_gradient,
-        lse_gradient,
-        wanted,
-    )
 }

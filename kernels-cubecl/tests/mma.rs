@@ -93,7 +93,7 @@ fn two_cubes_share_a_multiprocessor_where_there_is_room() {
         warps: 4,
         row_tiles: 2,
         walked: 64,
-        stages: 1,
+        stages: 2,
         prefetch: true,
     };
     assert_eq!(blueprint.forward, expected);

@@ -19,7 +19,7 @@ pub struct Blocks {
     /// Rows of a block of the other side; a multiple of 16.
     pub walked: usize,
     /// Walked blocks in shared memory at once, 1 or 2. With 2 the next one is on its way while one is
-    /// worked on; the forward kernel has its two operands take turns instead and needs 1.
+    /// worked on. Only asynchronous copies need a place of their own for that.
     pub stages: usize,
     /// Without asynchronous copies: whether the next block waits in registers.
     pub prefetch: bool,
@@ -175,6 +175,37 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
     })
 }
 
+/// The plan, and the same with other blocks of the forward kernel that fit: for measurements.
+///
+/// # Errors
+/// As [`plan`].
+pub fn forward_variants(problem: &Problem, device: &Device) -> Result<Vec<Blueprint>, Decline> {
+    let planned = plan(problem, device)?;
+    let mut variants = vec![planned];
+    for stages in [1, 2] {
+        for (warps, row_tiles) in [(4, 1), (4, 2), (8, 1), (8, 2)] {
+            for walked in [32, 48, 64, 96, 128] {
+                let forward = Blocks {
+                    stages,
+                    ..blocks(warps, row_tiles, walked)
+                };
+                let blueprint = Blueprint { forward, ..planned };
+                let fits = forward_shared_memory(problem, &forward) <= device.shared_memory;
+                // Sums of outputs and scores: more do not leave room for the rest.
+                let sums = row_tiles * (problem.value_dim.div_ceil(8) * 4 + walked / 2);
+                if fits
+                    && sums <= 192
+                    && (stages == 1 || device.copy_async)
+                    && forward != planned.forward
+                {
+                    variants.push(blueprint);
+                }
+            }
+        }
+    }
+    Ok(variants)
+}
+
 /// What a cube's shared memory costs beyond its own: a multiprocessor has as much more than a cube
 /// can have.
 const RESERVED: usize = 1 << 10;
@@ -203,12 +234,17 @@ const fn staged_twice(warps: usize, row_tiles: usize, walked: usize) -> Blocks {
 const FORWARD: [(usize, &[Blocks], &[Blocks]); 3] = [
     (
         64,
-        &[blocks(4, 2, 64), blocks(4, 1, 32)],
+        &[staged_twice(4, 2, 64), blocks(4, 2, 64), blocks(4, 1, 32)],
         &[blocks(4, 2, 64), blocks(4, 1, 32)],
     ),
     (
         128,
-        &[blocks(4, 2, 64), blocks(4, 2, 32), blocks(4, 1, 32)],
+        &[
+            staged_twice(4, 2, 64),
+            blocks(4, 2, 64),
+            blocks(4, 2, 32),
+            blocks(4, 1, 32),
+        ],
         &[blocks(4, 2, 32), blocks(4, 1, 32)],
     ),
     (
@@ -231,7 +267,12 @@ const QUERY_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
     ),
     (
         256,
-        &[staged_twice(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[
+            staged_twice(4, 1, 32),
+            blocks(4, 1, 32),
+            blocks(4, 1, 16),
+            blocks(2, 1, 16),
+        ],
         &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
     ),
 ];
@@ -254,12 +295,17 @@ const KEY_VALUE_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
     ),
     (
         256,
-        &[staged_twice(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[
+            staged_twice(4, 1, 32),
+            blocks(4, 1, 32),
+            blocks(4, 1, 16),
+            blocks(2, 1, 16),
+        ],
         &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
     ),
 ];
 
-/// The blocks that [`plan`] chooses from.
+/// The blocks that [`plan`] chooses from, the preferred first.
 #[cfg(feature = "machine-code")]
 pub(super) fn all_blocks(
     kernel: &str,
@@ -295,7 +341,7 @@ fn smallest(problem: &Problem) -> usize {
 /// Bytes of a cube: queries (then outputs), keys, values, flags.
 fn forward_shared_memory(problem: &Problem, blocks: &Blocks) -> usize {
     let (key, value) = (pitch(problem.head_dim), pitch(problem.value_dim));
-    let chunks = blocks.owned() * key.max(value) + blocks.walked * (key + value);
+    let chunks = blocks.owned() * key.max(value) + blocks.stages * blocks.walked * (key + value);
     chunks * 16 + flags(blocks)
 }
 

@@ -3,7 +3,7 @@
 use super::blueprint::Config;
 use super::fragment::{
     Accumulator, CHUNK, Chunk, Pair, Registers, add_weighted_rows, along_columns, along_rows,
-    chunks, dot_products, pitch, round_pair, zeros,
+    chunks, dot_products, further, pitch, round_pair, zeros,
 };
 use super::hidden::{
     WeightForm, add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags,
@@ -60,10 +60,19 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
     // Queries at first, outputs at the end.
     let widest = comptime!(Ord::max(key_pitch, value_pitch));
     let mut queries = Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_q * widest), 16usize);
-    let mut keys =
-        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * key_pitch), 16usize);
+    // With two stages a block's keys and values arrive while the one before is worked on; with one
+    // they take turns: values arrive during the first product, the next keys during the second.
+    let stages = comptime!(if config.asynchronous && config.vector == CHUNK {
+        blocks.stages
+    } else {
+        1
+    });
+    let twice = comptime!(stages == 2);
+    let key_slot = comptime!(block_kv * key_pitch);
+    let value_slot = comptime!(block_kv * value_pitch);
+    let mut keys = Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(stages * key_slot), 16usize);
     let mut values =
-        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * value_pitch), 16usize);
+        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(stages * value_slot), 16usize);
     let mut flags = row_flags(block_kv);
 
     let query_staging = comptime!(config.staging(block_q, config.head_dim));
@@ -93,41 +102,79 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
         query_staging,
     );
     if first_block < end_block {
+        let first_kv = (first_block * block_kv) as i32;
         issue(
             key,
             key_rows,
-            (first_block * block_kv) as i32,
+            first_kv,
             &mut keys,
             0usize,
             &mut pending_key,
             key_staging,
         );
+        if comptime!(twice) {
+            issue(
+                value,
+                value_rows,
+                first_kv,
+                &mut values,
+                0usize,
+                &mut pending_value,
+                value_staging,
+            );
+        }
     }
     for block in first_block..end_block {
         let first_kv = (block * block_kv) as i32;
+        let next_kv = first_kv + comptime!(block_kv as i32);
         let edge = comptime!(mask.is_some())
             || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
+        let stage = (block - first_block) % stages;
+        let at_key = stage * key_slot;
+        let at_value = stage * value_slot;
 
-        // The keys are there, and every warp is done with the values of the last block.
+        // The keys are there, and every warp is done with the last block.
         land(
             key,
             key_rows,
             first_kv,
             &mut keys,
-            0usize,
+            at_key,
             &pending_key,
             key_staging,
         );
         sync_cube();
-        issue(
-            value,
-            value_rows,
-            first_kv,
-            &mut values,
-            0usize,
-            &mut pending_value,
-            value_staging,
-        );
+        if comptime!(!twice) {
+            issue(
+                value,
+                value_rows,
+                first_kv,
+                &mut values,
+                at_value,
+                &mut pending_value,
+                value_staging,
+            );
+        } else if block + 1 < end_block {
+            let other = (stage + 1) % stages;
+            issue(
+                key,
+                key_rows,
+                next_kv,
+                &mut keys,
+                other * key_slot,
+                &mut pending_key,
+                key_staging,
+            );
+            issue(
+                value,
+                value_rows,
+                next_kv,
+                &mut values,
+                other * value_slot,
+                &mut pending_value,
+                value_staging,
+            );
+        }
         if edge {
             lower_flags(&mut flags, value_staging);
         }
@@ -136,34 +183,36 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             &queries,
             query_place,
             &keys,
-            key_place,
+            further(key_place, at_key),
             row_tiles,
             key_tiles,
             config.head_dim,
             instructions,
         );
 
-        // The values are there, and every warp is done with the keys.
-        land(
-            value,
-            value_rows,
-            first_kv,
-            &mut values,
-            0usize,
-            &pending_value,
-            value_staging,
-        );
-        sync_cube();
-        if block + 1 < end_block {
-            issue(
-                key,
-                key_rows,
-                first_kv + comptime!(block_kv as i32),
-                &mut keys,
-                0usize,
-                &mut pending_key,
-                key_staging,
+        if comptime!(!twice) {
+            // The values are there, and every warp is done with the keys.
+            land(
+                value,
+                value_rows,
+                first_kv,
+                &mut values,
+                at_value,
+                &pending_value,
+                value_staging,
             );
+            sync_cube();
+            if block + 1 < end_block {
+                issue(
+                    key,
+                    key_rows,
+                    next_kv,
+                    &mut keys,
+                    at_key,
+                    &mut pending_key,
+                    key_staging,
+                );
+            }
         }
 
         let position = Position {
@@ -184,9 +233,13 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
         );
         let mut flagged = false;
         if edge {
+            if comptime!(twice) {
+                // The flags are down.
+                sync_cube();
+            }
             flag_rows(
                 &values,
-                0usize,
+                at_value,
                 &mut flags,
                 config.exponent(),
                 value_staging,
@@ -194,7 +247,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             sync_cube();
             flagged = flags[block_kv] != 0;
             if flagged {
-                clear_flagged_rows(&mut values, 0usize, &flags, value_staging);
+                clear_flagged_rows(&mut values, at_value, &flags, value_staging);
                 sync_cube();
             }
         }
@@ -249,7 +302,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
                 &mut out,
                 &weights,
                 &values,
-                value_place,
+                further(value_place, at_value),
                 row_tiles,
                 k,
                 config.value_dim,

@@ -49,7 +49,7 @@ mod query_gradient;
 mod softmax;
 mod stage;
 
-pub use blueprint::{Blocks, Blueprint, Decline, plan};
+pub use blueprint::{Blocks, Blueprint, Decline, forward_variants, plan};
 pub use launch::{attention_backward, attention_forward};
 #[cfg(feature = "machine-code")]
 pub(crate) use machine_code::specimens;
