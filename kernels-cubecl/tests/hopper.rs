@@ -2,7 +2,9 @@
 
 use flash_attention_spec::{Dtype, Operand, Operands, Options, Problem};
 use kernels_cubecl::device::Device;
-use kernels_cubecl::hopper::{Declined, check_layout, plan_forward, variants};
+use kernels_cubecl::hopper::{
+    Declined, check_layout, gradient_variants, plan_backward, plan_forward, variants,
+};
 
 /// As an NVIDIA H200 reports itself.
 fn h200() -> Device {
@@ -75,6 +77,53 @@ fn every_variant_of_every_dimension_fits() {
             }
         }
     }
+}
+
+/// Catches blocks of the gradient kernels that the device cannot hold.
+#[test]
+fn every_gradient_variant_of_every_dimension_fits() {
+    let device = h200();
+    for head_dim in (8..=128).step_by(8) {
+        for value_dim in (8..=128).step_by(8) {
+            let dims = [head_dim, value_dim];
+            let problem = problem([300, 500], dims, Dtype::BF16, Options::default());
+            let chosen = plan_backward(&problem, &device).expect("every such dimension is served");
+            let (query, key_value) = gradient_variants(&problem);
+            assert_eq!(chosen.query, query[0], "{dims:?}: the first variant fits");
+            assert_eq!(chosen.key_value, key_value[0], "{dims:?}");
+            // The gradients that a unit holds: one, or two.
+            let held = [(query, head_dim), (key_value, head_dim + value_dim)];
+            for (blueprint, dim) in held
+                .iter()
+                .flat_map(|(all, d)| all.iter().map(move |b| (b, d)))
+            {
+                let case = format!("{blueprint:?}");
+                assert!(blueprint.shared_memory() <= device.shared_memory, "{case}");
+                assert!(blueprint.units() <= device.units, "{case}");
+                assert!(blueprint.walked.is_multiple_of(16), "{case}");
+                assert!(blueprint.owned() <= 256, "{case}: rows of a tensor copy");
+                // Probabilities, their gradients, and those rounded.
+                let registers = dim / 2 + blueprint.walked + blueprint.walked / 4;
+                let limit = 65_536 / blueprint.units() as usize;
+                assert!(
+                    registers + 24 <= limit.min(255),
+                    "{case}: {registers} registers of {limit}"
+                );
+            }
+        }
+    }
+}
+
+/// Catches a head whose gradients would not stay in registers.
+#[test]
+fn gradients_of_wide_heads_are_declined() {
+    let wide = problem([64, 64], [192, 128], Dtype::F16, Options::default());
+    assert_eq!(
+        plan_backward(&wide, &h200())
+            .expect_err("declined")
+            .to_string(),
+        "head_dim is 192, expected at most 128 for gradients"
+    );
 }
 
 /// Catches a device or a problem that would reach code it cannot run.

@@ -4,21 +4,12 @@
 
 use super::gradient_blueprint::GradientBlueprint;
 use super::instructions::{exp2, load_shared_pair, pack};
+use super::statistics::RowStatistics;
 use crate::schedule::Geometry;
 use crate::score::{ScoreRow, capped_score, counts, finish_score, is_visible, score_row, uncap};
 use cubecl::prelude::*;
 
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
-
-/// The saved statistics of a row as the kernels use them.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(crate) struct RowStatistics {
-    pub maximum: f32,
-    /// In exponents of two; infinity for a row that sees nothing.
-    pub log_sum: f32,
-    pub delta: f32,
-}
 
 /// A unit's first query and key of a block.
 #[derive(CubeType, Clone, Copy)]
@@ -28,34 +19,6 @@ pub(crate) struct Position {
     pub head: usize,
     pub query: i32,
     pub key: i32,
-}
-
-/// Statistics of row `at` of `rows`; those of a row that sees nothing where not `present`.
-#[cube]
-pub(crate) fn row_statistics(
-    statistics: &[f32],
-    rows: usize,
-    at: usize,
-    present: bool,
-    geometry: &Geometry,
-) -> RowStatistics {
-    let nothing = -geometry.negative_infinity;
-    let mut row = RowStatistics {
-        maximum: 0.0f32,
-        log_sum: nothing,
-        delta: 0.0f32,
-    };
-    if present {
-        let log_sum = statistics[rows + at];
-        row.maximum = statistics[at];
-        row.log_sum = select(
-            log_sum == geometry.negative_infinity,
-            nothing,
-            log_sum * LOG2_E,
-        );
-        row.delta = statistics[2 * rows + at];
-    }
-    row
 }
 
 /// The probability that belongs to a dot product, exactly 0 where the key is hidden.

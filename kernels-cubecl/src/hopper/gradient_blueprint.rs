@@ -55,7 +55,12 @@ impl GradientBlueprint {
     pub const fn shared_memory(&self) -> usize {
         let panels = self.head_dim.div_ceil(64) + self.value_dim.div_ceil(64);
         let rows = self.owned() + 2 * self.walked;
-        rows * panels * 128 + 2 * 3 * self.walked * 4 + 1024
+        rows * panels * 128 + 2 * self.statistics() * 4 + 1024
+    }
+
+    /// Numbers from one stage's statistics to the next's: copies land at multiples of 128 bytes.
+    pub(crate) const fn statistics(&self) -> usize {
+        (3 * self.walked).next_multiple_of(32)
     }
 
     /// Whether scores are dot products times the scale.

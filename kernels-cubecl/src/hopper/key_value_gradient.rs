@@ -16,7 +16,7 @@ use cubecl::prelude::*;
 
 /// Writes the gradients of key and value, packed, in pairs.
 ///
-/// `statistics` is what `pad_statistics_kernel` wrote. `S`, `P`, `K` and `V` are the registers of a
+/// `statistics` is what `statistics_kernel` wrote. `S`, `P`, `K` and `V` are the registers of a
 /// unit for scores, rounded weights and the two gradients. `section` heads at a time have their cubes
 /// run side by side, so that the cache keeps their queries and output gradients.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -74,7 +74,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, S: Size, P: Size, K: S
     let mut gradient_tiles =
         Shared::<[E]>::new_aligned_slice(comptime!(2 * gradient_stage), 1024usize);
     let mut statistic_tiles =
-        Shared::<[f32]>::new_aligned_slice(comptime!(2 * 3 * block_q), 128usize);
+        Shared::<[f32]>::new_aligned_slice(comptime!(2 * blueprint.statistics()), 128usize);
     // How many planes are done with a stage.
     let mut done = Shared::<[u32]>::new_slice(2usize);
     // Waits here for the end, so that no register holds it all along.
@@ -208,8 +208,9 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, S: Size, P: Size, K: S
         if block >= own_first && block < own_end {
             let query_at = query_address + stage * comptime!((query_stage * 2) as u32);
             let gradient_at = gradient_address + stage * comptime!((gradient_stage * 2) as u32);
-            let statistics_at =
-                statistic_address + stage * comptime!((3 * block_q * 4) as u32) + (lane % 4) * 8;
+            let statistics_at = statistic_address
+                + stage * comptime!((blueprint.statistics() * 4) as u32)
+                + (lane % 4) * 8;
             let first_query = (block * comptime!(block_q as u32)) as i32;
             let dots = dot_product::<S>(
                 row_descriptor(key_address),
@@ -444,7 +445,8 @@ fn load_walked<E: Float>(
     );
     full.tma_load_3d(
         statistics,
-        &mut statistic_tiles[comptime!(stage * 3 * block_q)..comptime!((stage + 1) * 3 * block_q)],
+        &mut statistic_tiles[comptime!(stage * blueprint.statistics())
+            ..comptime!((stage + 1) * blueprint.statistics())],
         (batch * geometry.heads) as i32 + head as i32,
         0i32,
         row,

@@ -5,7 +5,7 @@ use super::gradient_blueprint::BackwardBlueprint;
 use super::key_value_gradient::key_value_gradient_kernel;
 use super::launch::{check_operands, section, tensor_map};
 use super::query_gradient::query_gradient_kernel;
-use super::statistics::pad_statistics_kernel;
+use super::statistics::{statistics_kernel, units_of_row};
 use crate::device::elem_type;
 use crate::operands::{
     Gradients, Operands, broadcast_bias, broadcast_mask, cube_count, geometry, optional,
@@ -41,8 +41,8 @@ pub fn check_gradient_operands(
 ///
 /// `blueprint` is what [`plan_backward`](super::plan_backward) returned for `problem` on the client's
 /// device, or made of [`gradient_variants`](super::gradient_variants) that fit it; operands and output
-/// gradient passed [`check_gradient_operands`]. Row statistics and the gradient of the bias come from
-/// the portable kernels, in blocks of `tile`.
+/// gradient passed [`check_gradient_operands`]. The gradient of the bias comes from the portable kernel,
+/// in blocks of `tile`.
 #[allow(clippy::too_many_arguments)]
 pub fn attention_backward(
     client: &Client,
@@ -56,7 +56,6 @@ pub fn attention_backward(
     lse_gradient: Option<TensorBinding>,
     wanted: Wanted,
 ) -> Gradients {
-    let portable = portable::Launch::new(client, problem, tile, &operands, Some(&output_gradient));
     let rows = problem.lse_shape().iter().product::<usize>();
     let keys = problem.batch * problem.kv_heads * problem.seq_kv;
     let bias_elements = problem.bias.unwrap_or([0; 4]).iter().product::<usize>();
@@ -68,8 +67,16 @@ pub fn attention_backward(
         value: allocate(wanted.value, keys * problem.value_dim),
         bias: allocate(wanted.bias, bias_elements),
     };
-    let row_statistics =
-        portable.row_statistics(output, statistics, &output_gradient, &lse_gradient);
+    let padded = problem.seq_q.next_multiple_of(blueprint.key_value.walked);
+    let row_statistics = row_statistics(
+        client,
+        problem,
+        padded,
+        &output,
+        &statistics,
+        &output_gradient,
+        &lse_gradient,
+    );
     let backward = Backward {
         client,
         problem,
@@ -77,6 +84,7 @@ pub fn attention_backward(
         operands: &operands,
         output_gradient: &output_gradient,
         row_statistics: &row_statistics,
+        padded,
         rows,
         keys,
     };
@@ -95,6 +103,10 @@ pub fn attention_backward(
         );
     }
     if let Some(gradient) = gradients.bias.clone().filter(|_| bias_elements > 0) {
+        let portable =
+            portable::Launch::new(client, problem, tile, &operands, Some(&output_gradient));
+        let row_statistics =
+            portable.row_statistics(output, statistics, &output_gradient, &lse_gradient);
         let bound = portable.bind(operands, false);
         portable.bias_gradient(bound, output_gradient, row_statistics, gradient);
     }
@@ -108,7 +120,9 @@ struct Backward<'a> {
     blueprint: &'a BackwardBlueprint,
     operands: &'a Operands,
     output_gradient: &'a TensorBinding,
+    /// `[batch * heads, 3, padded]`.
     row_statistics: &'a Handle,
+    padded: usize,
     /// Rows of the query in all heads.
     rows: usize,
     /// Rows of the key in all heads.
@@ -125,6 +139,7 @@ impl Backward<'_> {
         let (mask, mask_element) = broadcast_mask(problem, operands.mask);
         let (owned, walked) = (blueprint.owned(), blueprint.walked);
         let elements = self.rows * problem.head_dim / 2;
+        let statistic_elements = problem.batch * problem.heads * 3 * self.padded;
         // SAFETY: tensor maps bound every read of the operands; statistics, mask and bias are read at
         // positions of the problem only; each element of the packed gradient is written once, and
         // every loop ends at a number of blocks.
@@ -133,7 +148,7 @@ impl Backward<'_> {
                 client,
                 cube_count(client, cubes),
                 CubeDim::new_1d(blueprint.units()),
-                self.address_type(&[elements, 3 * self.rows, cubes]),
+                self.address_type(&[elements, statistic_elements, cubes]),
                 blueprint.score_registers(),
                 blueprint.weight_registers(),
                 blueprint.key_registers(),
@@ -143,9 +158,10 @@ impl Backward<'_> {
                 tensor_map(self.output_gradient.clone(), owned, element),
                 optional(&mask),
                 optional(&broadcast_bias(problem, operands.bias)),
-                BufferArg::from_raw_parts(self.row_statistics.clone(), 3 * self.rows),
+                BufferArg::from_raw_parts(self.row_statistics.clone(), statistic_elements),
                 BufferArg::from_raw_parts(gradient, elements),
                 geometry(problem),
+                self.padded,
                 section(problem, problem.seq_kv, problem.group(), heads),
                 blueprint,
                 element,
@@ -164,16 +180,19 @@ impl Backward<'_> {
         let (owned, walked) = (blueprint.owned(), blueprint.walked);
         let key_elements = self.keys * problem.head_dim / 2;
         let value_elements = self.keys * problem.value_dim / 2;
-        let padded = problem.seq_q.next_multiple_of(walked.next_multiple_of(4));
-        let padded_elements = problem.batch * problem.heads * 3 * padded;
-        let statistics = self.pad_statistics(padded);
+        let statistics = TensorBinding {
+            handle: self.row_statistics.clone().binding(),
+            strides: Strides::new(&[3 * self.padded, self.padded, 1]),
+            shape: Shape::new([problem.batch * problem.heads, 3, self.padded]),
+            tiling: Tiling::UNTILED,
+        };
         // SAFETY: as above; each element of the two packed gradients is written once.
         unsafe {
             key_value_gradient_kernel::launch_unchecked(
                 client,
                 cube_count(client, cubes),
                 CubeDim::new_1d(blueprint.units()),
-                self.address_type(&[key_elements, value_elements, padded_elements, cubes]),
+                self.address_type(&[key_elements, value_elements, cubes]),
                 blueprint.score_registers(),
                 blueprint.weight_registers(),
                 blueprint.key_registers(),
@@ -202,35 +221,6 @@ impl Backward<'_> {
         }
     }
 
-    /// Row statistics `[batch * heads, 3, padded]`.
-    fn pad_statistics(&self, padded: usize) -> TensorBinding {
-        let (client, problem) = (self.client, self.problem);
-        let heads = problem.batch * problem.heads;
-        let elements = heads * 3 * padded;
-        let handle = client.empty(elements.max(1) * 4);
-        if self.rows > 0 {
-            // SAFETY: one unit writes the three statistics of each row of the buffer allocated above.
-            unsafe {
-                pad_statistics_kernel::launch_unchecked(
-                    client,
-                    cube_count(client, (heads * padded).div_ceil(256)),
-                    CubeDim::new_1d(256),
-                    AddressType::from_len(elements.max(3 * self.rows)),
-                    BufferArg::from_raw_parts(self.row_statistics.clone(), 3 * self.rows),
-                    BufferArg::from_raw_parts(handle.clone(), elements),
-                    geometry(problem),
-                    padded,
-                );
-            }
-        }
-        TensorBinding {
-            handle: handle.binding(),
-            strides: Strides::new(&[3 * padded, padded, 1]),
-            shape: Shape::new([heads, 3, padded]),
-            tiling: Tiling::UNTILED,
-        }
-    }
-
     /// What addresses the longest of mask, bias and `lengths`.
     fn address_type(&self, lengths: &[usize]) -> AddressType {
         let operands = self.operands;
@@ -245,4 +235,48 @@ impl Backward<'_> {
         .max();
         AddressType::from_len(longest.unwrap_or(0))
     }
+}
+
+/// Row statistics `[batch * heads, 3, padded]`.
+fn row_statistics(
+    client: &Client,
+    problem: &Problem,
+    padded: usize,
+    output: &TensorBinding,
+    saved: &Handle,
+    output_gradient: &TensorBinding,
+    lse_gradient: &Option<TensorBinding>,
+) -> Handle {
+    let rows = problem.lse_shape().iter().product::<usize>();
+    let places = problem.batch * problem.heads * padded;
+    let statistics = client.empty((3 * places).max(1) * 4);
+    if rows > 0 {
+        let units = places * units_of_row(problem.value_dim);
+        let longest = [output, output_gradient]
+            .into_iter()
+            .map(|x| x.handle.size as usize)
+            .chain([3 * places, units])
+            .max();
+        // SAFETY: the kernel reads rows of the problem only, through the operands' strides; one unit
+        // writes the three statistics of each row of the buffer allocated above.
+        unsafe {
+            statistics_kernel::launch_unchecked(
+                client,
+                cube_count(client, units.div_ceil(256)),
+                CubeDim::new_1d(256),
+                AddressType::from_len(longest.unwrap_or(0)),
+                8,
+                output.clone().into_tensor_arg(),
+                output_gradient.clone().into_tensor_arg(),
+                BufferArg::from_raw_parts(saved.clone(), 2 * rows),
+                optional(lse_gradient),
+                BufferArg::from_raw_parts(statistics.clone(), 3 * places),
+                geometry(problem),
+                padded,
+                problem.value_dim,
+                elem_type(problem.dtype),
+            );
+        }
+    }
+    statistics
 }

@@ -5,6 +5,7 @@ use super::forward::forward_kernel;
 use super::gradient_blueprint::{GradientBlueprint, gradient_variants};
 use super::key_value_gradient::key_value_gradient_kernel;
 use super::query_gradient::query_gradient_kernel;
+use super::statistics::statistics_kernel;
 use crate::device::elem_type;
 use crate::machine_code::Specimen;
 use cubecl::ir::{AddressType, ElemType, UIntKind};
@@ -45,6 +46,7 @@ pub(crate) fn specimens() -> Vec<Specimen> {
                     all.push(key_value_gradient(blueprint, masked, dtype));
                 }
             }
+            all.push(statistics(dims[1], dtype));
             // Capped scores alone have a form for blocks that are wholly visible, too.
             let (query, key_value) = gradient_variants(&problem(dims, dtype, false, options));
             all.push(query_gradient(query[0], false, dtype));
@@ -138,6 +140,7 @@ fn query_gradient(b: GradientBlueprint, masked: bool, dtype: Dtype) -> Specimen 
             offline.buffer(),
             offline.geometry(),
             offline.index(),
+            offline.index(),
             b.score_registers(),
             b.weight_registers(),
             b.key_registers(),
@@ -175,6 +178,29 @@ fn key_value_gradient(b: GradientBlueprint, masked: bool, dtype: Dtype) -> Speci
             b,
             elem_type(dtype),
             ElemType::UInt(UIntKind::U8),
+        ))
+    })
+    .only()
+}
+
+#[allow(clippy::unit_arg)]
+fn statistics(dim: usize, dtype: Dtype) -> Specimen {
+    let name = format!("hopper row statistics {dtype} v{dim} gradient");
+    Specimen::new(name, 90, move |offline| {
+        Box::new(statistics_kernel::StatisticsKernel::new(
+            offline.settings(256, AddressType::U32),
+            offline.properties.clone(),
+            offline.target.clone(),
+            offline.tensor(),
+            offline.tensor(),
+            offline.buffer(),
+            offline.optional(true),
+            offline.buffer(),
+            offline.geometry(),
+            offline.index(),
+            8,
+            dim,
+            elem_type(dtype),
         ))
     })
     .only()

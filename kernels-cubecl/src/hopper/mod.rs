@@ -24,6 +24,23 @@
 //! A probability of 0 does not undo a value that is not finite: 0 times it is NaN. Where a block has
 //! hidden keys, its values are looked at first, and one that is not finite sends the block's product
 //! to a loop over keys that leaves out those of probability 0.
+//!
+//! Two kernels compute the gradients, without atomics: what one adds, it adds in the same order every
+//! time, at the price of two products more than one kernel with atomics has.
+//!
+//! ```text
+//! key and value gradients, a cube owns keys        query gradient, a cube owns queries
+//!     for each head of the group, query block          for each visible key block
+//!         S^T = K Q^T                                      S = Q K^T
+//!         P^T = 2^(S^T - m - ln l)                         P
+//!         dV += P^T dO          weights in registers       dP = dO V^T
+//!         dP^T = V dO^T                                    dS = P (dP - D)
+//!         dS^T = P^T (dP^T - D)                            dQ += dS K
+//!         dK += dS^T Q
+//! ```
+//!
+//! A small kernel before them computes `D` and pads the row statistics: of transposed scores they vary
+//! along the columns, and come through shared memory with the queries.
 
 mod blueprint;
 mod careful;

@@ -1,19 +1,18 @@
 //! The query gradient: one cube for each block of queries of a head, one warpgroup for 64 of them.
 
 use super::careful::{add_careful, non_finite};
-use super::gradient::{
-    Position, gradients_by_query, probabilities_by_query, row_statistics, store_sums,
-};
+use super::gradient::{Position, gradients_by_query, probabilities_by_query, store_sums};
 use super::gradient_blueprint::GradientBlueprint;
 use super::instructions::*;
 use super::pipeline::{load_rows, retire, row_of};
+use super::statistics::load_statistics;
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
 /// Writes the gradient of the query, packed, in pairs.
 ///
-/// `statistics` is `[3, batch, heads, seq_q]`. `S`, `P` and `O` are the registers of a unit for scores,
+/// `statistics` is what `statistics_kernel` wrote. `S`, `P` and `O` are the registers of a unit for scores,
 /// rounded weights and the gradient. `section` heads at a time have their cubes run side by side, so
 /// that the cache keeps their keys and values.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -32,6 +31,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>
     statistics: &[f32],
     query_gradient: &mut [u32],
     geometry: Geometry,
+    padded: usize,
     section: usize,
     #[comptime] blueprint: GradientBlueprint,
     #[define(E)] _element: ElemType,
@@ -174,22 +174,8 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>
     let last_plane = comptime!(blueprint.warpgroups * 4 - 1);
 
     let row = own_query + row_of(UNIT_POS);
-    let rows = heads * geometry.seq_q as usize;
-    let first_row = batch_head * geometry.seq_q as usize;
-    let row_0 = row_statistics(
-        statistics,
-        rows,
-        first_row + row as usize,
-        row < geometry.seq_q,
-        &geometry,
-    );
-    let row_1 = row_statistics(
-        statistics,
-        rows,
-        first_row + row as usize + 8,
-        row + 8 < geometry.seq_q,
-        &geometry,
-    );
+    let row_0 = load_statistics(statistics, batch_head, row, padded, &geometry);
+    let row_1 = load_statistics(statistics, batch_head, row + 8, padded, &geometry);
 
     let mut acc = Vector::<f32, O>::new(0.0f32);
     if count > 0 {
