@@ -131,8 +131,9 @@ fn row_end(top: f32, base: f32, sum: f32, factor: f32, unit: f32) -> RowEnd {
         inverse = reciprocal(total);
         // Probabilities were relative to the rounded base: back to the maximum without rounding.
         log_sum = total.ln() - LN_2 * fma(top, factor, -max(base * factor, lowest()));
-        // What is stored is a rounded product: the sum is of exponents relative to that.
-        log_sum += fma(top, unit, -maximum);
+        // What is stored is a rounded product: the sum is of exponents relative to that. Finite, should
+        // the product overflow.
+        log_sum += max(fma(top, unit, -maximum), lowest());
     }
     RowEnd {
         maximum,
