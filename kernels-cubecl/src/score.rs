@@ -12,6 +12,12 @@ pub(crate) fn lowest() -> f32 {
     f32::min_value()
 }
 
+/// The smallest `f32` above [`lowest`].
+#[cube]
+fn above_lowest() -> f32 {
+    -3.402_823_3e38f32
+}
+
 /// What the scores of one query have in common.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -86,6 +92,9 @@ pub(crate) fn finish_score<E: Float, M: Int>(
         }
         ComptimeOption::None => {}
     }
+    // A visible score of exactly `lowest` would pass for a hidden one; its neighbour differs by less
+    // than a rounding.
+    score = select(score == lowest(), above_lowest(), score);
     select(visible, score, lowest())
 }
 

@@ -20,6 +20,14 @@ pub enum AttentionError {
         /// The query's device.
         expected: String,
     },
+    /// The device belongs to a backend that this crate does not serve.
+    #[error("query is on device {given}, expected one of a backend that is served: {expected}")]
+    Backend {
+        /// The query's device.
+        given: String,
+        /// The backends compiled in.
+        expected: &'static str,
+    },
     /// The device cannot compute with the element type.
     #[error(
         "query has element type {given}, expected one that device {device} computes with: {expected}"

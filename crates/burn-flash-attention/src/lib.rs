@@ -1,4 +1,4 @@
-//! Exact blockwise (flash) attention for Burn tensors, forward and backward, on every Burn backend.
+//! Exact blockwise (flash) attention for Burn tensors, forward and backward, on Burn's Cube and Flex backends.
 //!
 //! One call computes `softmax(scale * q k^T + bias) v` without ever storing the matrix of scores:
 //! key blocks are visited one after the other with a running maximum and denominator (Dao et al.,

@@ -3,7 +3,7 @@
 use crate::devices;
 use crate::error::AttentionError;
 use crate::ops::{MaybeBool, MaybeFloat};
-use burn::backend::Dispatch;
+use burn::backend::{Dispatch, DispatchDevice};
 use burn::tensor::{Bool, DType, Device, Tensor};
 use flash_attention_spec::{
     Alignment, Dtype, ElementType, Operand, Operands, Options, Problem, Window,
@@ -146,7 +146,32 @@ impl AttentionOptions {
     }
 }
 
+/// Whether the extension op is implemented for the device's backend: calling it elsewhere panics.
+fn is_served(device: &DispatchDevice) -> bool {
+    match device {
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(_) => true,
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => true,
+        #[cfg(feature = "autodiff")]
+        DispatchDevice::Autodiff(device) => is_served(&device.clone().inner()),
+        #[allow(unreachable_patterns)]
+        _ => false,
+    }
+}
+
 fn check_device(problem: &Problem, device: &Device) -> Result<(), AttentionError> {
+    if !is_served(device.as_dispatch()) {
+        return Err(AttentionError::Backend {
+            given: format!("{device:?}"),
+            expected: match (cfg!(feature = "cube"), cfg!(feature = "flex")) {
+                (true, true) => "Cube, Flex",
+                (true, false) => "Cube",
+                (false, true) => "Flex",
+                (false, false) => "none is compiled in",
+            },
+        });
+    }
     if !device.supports_dtype(devices::burn_dtype(problem.dtype)) {
         let has: Vec<String> = devices::dtypes_of(device)
             .iter()

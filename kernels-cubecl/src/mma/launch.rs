@@ -261,7 +261,8 @@ impl<'a> Launch<'a> {
                     * problem.kv_heads
                     * problem.seq_kv
                     * problem.head_dim.max(problem.value_dim),
-                3 * problem.lse_shape().iter().product::<usize>(),
+                problem.lse_shape().iter().product::<usize>() * problem.head_dim.max(3),
+                problem.bias.map_or(0, |shape| shape.iter().product()),
             ])
             .max()
             .unwrap_or(0);

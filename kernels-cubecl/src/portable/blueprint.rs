@@ -61,13 +61,39 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, PlanError> 
         .map(|n| n as u128)
         .iter()
         .product::<u128>();
+    let float = problem.dtype.size();
+    let Problem {
+        batch,
+        kv_heads,
+        seq_kv,
+        head_dim,
+        value_dim,
+        ..
+    } = *problem;
+    let keys = |width: usize| size([batch, kv_heads, seq_kv, width], float);
     let buffers = [
-        ("output", size(problem.output_shape(), problem.dtype.size())),
+        ("output", size(problem.output_shape(), float)),
         // Three statistics a row in one buffer.
         ("lse", rows * 3 * 4),
+        ("query gradient", rows * (head_dim * float) as u128),
+        ("key gradient", keys(head_dim)),
+        ("value gradient", keys(value_dim)),
+        (
+            "bias gradient",
+            problem.bias.map_or(0, |shape| size(shape, float)),
+        ),
+        (
+            "key beside value",
+            if packed_key_value {
+                keys(head_dim + value_dim)
+            } else {
+                0
+            },
+        ),
     ];
+    let largest = u128::from(device.max_buffer);
     for (operand, given) in buffers {
-        if given > u128::from(device.max_buffer) {
+        if given > largest {
             return Err(PlanError::Buffer {
                 device: name(),
                 operand,
@@ -76,6 +102,8 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, PlanError> 
             });
         }
     }
+    // Both gradients and the gap between them.
+    let one_buffer = keys(head_dim + value_dim) + 4096 <= largest;
     let fits =
         |tile: &&Tile| tile.shared_memory() <= device.shared_memory && tile.units() <= device.units;
     // Wide rows of accumulators need many units a row, or they leave the registers.
@@ -98,7 +126,7 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, PlanError> 
     Ok(Blueprint {
         forward: *tile,
         backward: *tile,
-        key_value_together: accumulators <= MOST_ACCUMULATORS,
+        key_value_together: one_buffer && accumulators <= MOST_ACCUMULATORS,
         packed_key_value,
     })
 }

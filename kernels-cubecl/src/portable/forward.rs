@@ -73,7 +73,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
     let end_block = (keys.end as usize).div_ceil(block_kv);
     for block in first_block..end_block {
         let first_kv = (block * block_kv) as i32;
-        let edge = comptime!(mask.is_some())
+        let edge = comptime!(mask.is_some() || bias.is_some())
             || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
 
         let position = BlockPosition {

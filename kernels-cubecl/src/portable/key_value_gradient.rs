@@ -83,7 +83,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
         for block in first_block..end_block {
             let first_query = (block * block_q) as i32;
             if partly_visible(&geometry, first_query, first_kv, block_q, block_kv) {
-                let edge = comptime!(mask.is_some())
+                let edge = comptime!(mask.is_some() || bias.is_some())
                     || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
                 let position = BlockPosition {
                     batch,

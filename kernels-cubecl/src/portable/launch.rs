@@ -291,7 +291,8 @@ impl<'a> Launch<'a> {
                     * problem.seq_kv
                     * (problem.head_dim + problem.value_dim)
                     + 256,
-                3 * problem.lse_shape().iter().product::<usize>(),
+                problem.lse_shape().iter().product::<usize>() * problem.head_dim.max(3),
+                problem.bias.map_or(0, |shape| shape.iter().product()),
             ])
             .max()
             .unwrap_or(0);

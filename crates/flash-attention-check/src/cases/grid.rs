@@ -115,6 +115,8 @@ fn large_bias() -> Vec<Case> {
         case(-2e4),
         case(-6e4),
         case(-1e6).dtypes(WIDE_EXPONENT),
+        case(half::bf16::MIN.to_f64()).dtypes(WIDE_EXPONENT),
+        case(f64::from(f32::MIN)).dtypes(&[Dtype::F32]),
         case(6e4),
     ]
 }
@@ -349,6 +351,23 @@ fn number_range() -> Vec<Case> {
             .loss(Loss::Both)
     };
     vec![
+        Case::new(
+            "16-bit scores of 63,000 by a scale of no power of two",
+            large,
+            [1, 2, 1, 5, 50, 40, 16],
+        )
+        .draw(Draw::Equal(100.0))
+        .dtypes(SIXTEEN_BIT)
+        .loss(Loss::Both),
+        Case::new(
+            "16-bit scores of 113,000, wide heads",
+            large,
+            [1, 2, 1, 70, 70, 128, 64],
+        )
+        .draw(Draw::Equal(100.0))
+        .causal()
+        .dtypes(SIXTEEN_BIT)
+        .loss(Loss::Both),
         // The gradient of each probability is g . v = 60,000, the same for every key.
         Case::new("values of 30000", overflow, [1, 1, 1, 8, 64, 8, 2])
             .draw(Draw::FlatScores(30000.0))

@@ -48,16 +48,26 @@ pub fn write(path: &Path, arrays: &[Array]) -> Outcome<()> {
     let views = views.collect::<Outcome<Vec<_>>>()?;
     let file = safetensors::serialize(views, None)?;
 
+    // Renaming a file over a device, a pipe or a link would put an end to it.
+    let target = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+    if target.metadata().is_ok_and(|existing| !existing.is_file()) {
+        return Err(format!(
+            "output {}: exists and is not a regular file",
+            path.display()
+        )
+        .into());
+    }
+
     let mut builder = Builder::new();
     // A temporary file is private by default; the result should have the permissions of any new file.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
     let named = |error: &dyn std::error::Error| format!("output {}: {error}", path.display());
     let mut temporary = builder
-        .tempfile_in(directory(path))
+        .tempfile_in(directory(&target))
         .map_err(|e| named(&e))?;
     temporary.write_all(&file).map_err(|e| named(&e))?;
-    temporary.persist(path).map_err(|e| named(&e.error))?;
+    temporary.persist(&target).map_err(|e| named(&e.error))?;
     Ok(())
 }
 
