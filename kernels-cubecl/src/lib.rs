@@ -17,6 +17,7 @@ pub mod mma;
 pub mod operands;
 pub mod plan;
 pub mod portable;
+mod rounding;
 mod schedule;
 mod score;
 

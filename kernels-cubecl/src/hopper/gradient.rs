@@ -3,8 +3,9 @@
 //! gradient, and rows for the key and value gradients.
 
 use super::gradient_blueprint::GradientBlueprint;
-use super::instructions::{exp2, load_shared_pair, pack};
+use super::instructions::{exp2, load_shared_pair, pack, product};
 use super::statistics::RowStatistics;
+use crate::rounding::{separate, unscaled};
 use crate::schedule::Geometry;
 use crate::score::{ScoreRow, capped_score, counts, finish_score, is_visible, score_row, uncap};
 use cubecl::prelude::*;
@@ -36,19 +37,30 @@ fn probability<E: Float, M: Int>(
     #[comptime] tested: bool,
     #[comptime] blueprint: GradientBlueprint,
 ) -> f32 {
+    // Rounded, for the saved maximum is.
+    let score = product(dot, geometry.scale);
     if comptime!(blueprint.plain()) {
-        let p = exp2(fma(fma(dot, geometry.scale, -maximum), LOG2_E, -log_sum));
+        let p = exp2(fma(score - maximum, LOG2_E, -log_sum));
         if comptime!(tested) {
             select(is_visible::<M>(view, key, mask), p, 0.0f32)
         } else {
             p
         }
     } else if comptime!(tested) {
-        let score = finish_score::<E, M>(dot, view, key, mask, bias, geometry, blueprint.capped);
+        let score = finish_score::<E, M>(
+            score,
+            view,
+            key,
+            mask,
+            bias,
+            &unscaled(geometry),
+            blueprint.capped,
+        );
         let p = exp2(fma(score - maximum, LOG2_E, -log_sum));
         select(counts(score), p, 0.0f32)
     } else {
-        let score = capped_score(dot, geometry, blueprint.capped);
+        let score = capped_score(score, &unscaled(geometry), blueprint.capped);
+        let score = separate(score, geometry);
         exp2(fma(score - maximum, LOG2_E, -log_sum))
     }
 }

@@ -120,6 +120,16 @@ pub(crate) fn exp2(x: f32) -> f32 {
     y
 }
 
+/// A product, rounded whatever becomes of it.
+#[cube]
+pub(crate) fn product(a: f32, b: f32) -> f32 {
+    let a = by_value::<f32>(a);
+    let b = by_value::<f32>(b);
+    let y: f32;
+    gpu_asm!("mul.rn.f32 {y}, {a}, {b};", a = in(_) a, b = in(_) b, y = out(_) y, options(pure, nomem));
+    y
+}
+
 /// Two numbers rounded into the halves of a register.
 #[cube]
 pub(crate) fn pack(low: f32, high: f32, #[comptime] element: &'static str) -> u32 {

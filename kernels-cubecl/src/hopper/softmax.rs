@@ -2,12 +2,14 @@
 //! rows, eight apart.
 //!
 //! Exponents are of base two, of scores in units that a factor turns into its logarithm: dot products
-//! as they are, or, where cap or bias change them, finished scores.
+//! as they are, or, where cap or bias change them, finished scores. Finished scores are subtracted before
+//! they meet the factor, for a bias may be as low as numbers go.
 
 use super::blueprint::ForwardBlueprint;
-use super::instructions::{exp2, minus_infinity, pack, reciprocal};
+use super::instructions::{exp2, minus_infinity, pack, product, reciprocal};
+use crate::rounding::unscaled;
 use crate::schedule::Geometry;
-use crate::score::{finish_score, is_visible, lowest, score_row};
+use crate::score::{counts, finish_score, is_visible, lowest, score_row};
 use cubecl::prelude::*;
 
 /// The running statistics of two rows.
@@ -105,21 +107,39 @@ impl RowPair {
         #[comptime] second: bool,
         #[comptime] blueprint: ForwardBlueprint,
     ) -> RowEnd {
-        let unit = if comptime!(blueprint.plain()) {
-            geometry.scale.abs()
-        } else {
-            1.0f32.runtime()
-        };
+        let unit = geometry.scale.abs();
+        let plain = comptime!(blueprint.plain());
         if comptime!(second) {
-            row_end(self.top_1, self.base_1, self.sum_1, self.factor, unit)
+            row_end(
+                self.top_1,
+                self.base_1,
+                self.sum_1,
+                self.factor,
+                unit,
+                plain,
+            )
         } else {
-            row_end(self.top_0, self.base_0, self.sum_0, self.factor, unit)
+            row_end(
+                self.top_0,
+                self.base_0,
+                self.sum_0,
+                self.factor,
+                unit,
+                plain,
+            )
         }
     }
 }
 
 #[cube]
-fn row_end(top: f32, base: f32, sum: f32, factor: f32, unit: f32) -> RowEnd {
+fn row_end(
+    top: f32,
+    base: f32,
+    sum: f32,
+    factor: f32,
+    unit: f32,
+    #[comptime] plain: bool,
+) -> RowEnd {
     let pair = sum + plane_shuffle_xor(sum, 1u32);
     let total = pair + plane_shuffle_xor(pair, 2u32);
     // A row that sees nothing: o = 0, lse = 0 + -inf.
@@ -127,13 +147,16 @@ fn row_end(top: f32, base: f32, sum: f32, factor: f32, unit: f32) -> RowEnd {
     let mut log_sum = minus_infinity();
     let mut inverse = 0.0f32;
     if total != 0.0f32 {
-        maximum = top * unit;
         inverse = reciprocal(total);
-        // Probabilities were relative to the rounded base: back to the maximum without rounding.
-        log_sum = total.ln() - LN_2 * fma(top, factor, -max(base * factor, lowest()));
-        // What is stored is a rounded product: the sum is of exponents relative to that. Finite, should
-        // the product overflow.
-        log_sum += max(fma(top, unit, -maximum), lowest());
+        if comptime!(plain) {
+            // Probabilities were relative to the rounded base: back to the maximum without rounding.
+            log_sum = total.ln() - LN_2 * fma(top, factor, -max(base * factor, lowest()));
+            // What this product rounds away stays away: the backward pass rounds its products too.
+            maximum = top * unit;
+        } else {
+            log_sum = total.ln() - (top - base);
+            maximum = top;
+        }
     }
     RowEnd {
         maximum,
@@ -175,22 +198,31 @@ pub(crate) fn masked_scores<E: Float, M: Int, S: Size>(
                     let visible = is_visible::<M>(view, key, mask);
                     scores.insert(at, select(visible, scores.extract(at), hidden));
                 } else {
-                    // Lowest times log2(e) is below what any base comes to.
                     let score = finish_score::<E, M>(
-                        scores.extract(at),
+                        product(scores.extract(at), geometry.scale),
                         view,
                         key,
                         mask,
                         bias,
-                        geometry,
+                        &unscaled(geometry),
                         blueprint.capped,
                     );
-                    scores.insert(at, score);
+                    scores.insert(at, select(counts(score), score, hidden));
                 }
             }
         }
     }
     scores
+}
+
+/// The exponent of a score; `base` is an exponent too where scores are plain, else a score.
+#[cube]
+fn exponent(score: f32, base: f32, factor: f32, #[comptime] plain: bool) -> f32 {
+    if comptime!(plain) {
+        fma(score, factor, -base)
+    } else {
+        (score - base) * factor
+    }
 }
 
 /// Probabilities relative to the bases, rounded in pairs; their sums are of the unrounded.
@@ -202,18 +234,23 @@ pub(crate) fn probabilities<S: Size, P: Size>(
 ) -> Vector<u32, P> {
     let element = comptime!(blueprint.element());
     let factor = rows.factor;
-    // Finite, so that minus infinity stays that.
-    let base_0 = max(rows.base_0 * factor, lowest());
-    let base_1 = max(rows.base_1 * factor, lowest());
+    let plain = comptime!(blueprint.plain());
+    let mut base_0 = rows.base_0;
+    let mut base_1 = rows.base_1;
+    if comptime!(plain) {
+        // Finite, so that minus infinity stays that.
+        base_0 = max(base_0 * factor, lowest());
+        base_1 = max(base_1 * factor, lowest());
+    }
     let mut p = Vector::<u32, P>::new(0u32);
     let mut sum_0 = 0.0f32;
     let mut sum_1 = 0.0f32;
     #[unroll]
     for j in 0..comptime!(blueprint.block_kv / 8) {
-        let a = exp2(fma(scores.extract(4 * j), factor, -base_0));
-        let b = exp2(fma(scores.extract(4 * j + 1), factor, -base_0));
-        let c = exp2(fma(scores.extract(4 * j + 2), factor, -base_1));
-        let d = exp2(fma(scores.extract(4 * j + 3), factor, -base_1));
+        let a = exp2(exponent(scores.extract(4 * j), base_0, factor, plain));
+        let b = exp2(exponent(scores.extract(4 * j + 1), base_0, factor, plain));
+        let c = exp2(exponent(scores.extract(4 * j + 2), base_1, factor, plain));
+        let d = exp2(exponent(scores.extract(4 * j + 3), base_1, factor, plain));
         sum_0 += a + b;
         sum_1 += c + d;
         p.insert(2 * j, pack(a, b, element));

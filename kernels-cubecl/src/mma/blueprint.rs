@@ -86,6 +86,12 @@ pub enum Decline {
         /// What is missing.
         expected: String,
     },
+    /// A scale that leaves no finite factor from dot products to exponents, or next to none.
+    #[error("scale is {given}, expected a size of at least 1e-30 that is finite times log2(e)")]
+    Scale {
+        /// The scale, as an `f32`.
+        given: String,
+    },
     /// The device's warps are not 32 wide.
     #[error("device {device} has planes of {given:?} units, expected 32")]
     Plane {
@@ -139,6 +145,12 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
         return Err(Decline::Plane {
             device: name(),
             given: device.plane_size,
+        });
+    }
+    let scale = problem.scale as f32;
+    if scale.abs() < SMALLEST_SCALE || !(scale * std::f32::consts::LOG2_E).is_finite() {
+        return Err(Decline::Scale {
+            given: scale.to_string(),
         });
     }
     let asynchronous = device.copy_async;
@@ -205,6 +217,10 @@ pub fn forward_variants(problem: &Problem, device: &Device) -> Result<Vec<Bluepr
     }
     Ok(variants)
 }
+
+/// A hidden score stays minus infinity times a scale that is not 0, and the largest `f32` is no small
+/// score at a size like this.
+const SMALLEST_SCALE: f32 = 1e-30;
 
 /// What a cube's shared memory costs beyond its own: a multiprocessor has as much more than a cube
 /// can have.

@@ -5,9 +5,7 @@ use super::fragment::{
     Accumulator, CHUNK, Chunk, Pair, Registers, add_weighted_rows, along_columns, along_rows,
     chunks, dot_products, further, pitch, round_pair, zeros,
 };
-use super::hidden::{
-    WeightForm, add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags,
-};
+use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
 use super::softmax::{
     Position, exponent_factor, exponentials, finish_scores, no_statistics, raise_maximum,
     references, row_result,
@@ -127,7 +125,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
     for block in first_block..end_block {
         let first_kv = (block * block_kv) as i32;
         let next_kv = first_kv + comptime!(block_kv as i32);
-        let edge = comptime!(mask.is_some())
+        let edge = comptime!(mask.is_some() || bias.is_some())
             || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
         let stage = (block - first_block) % stages;
         let at_key = stage * key_slot;
@@ -274,11 +272,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
                 first_kv,
                 row_tiles,
                 key_tiles,
-                comptime!(if config.assembly {
-                    WeightForm::BinaryExponents
-                } else {
-                    WeightForm::Exponents
-                }),
+                comptime!(Some(config)),
                 value_staging,
             );
         }

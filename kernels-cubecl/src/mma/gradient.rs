@@ -5,9 +5,9 @@
 
 use super::blueprint::Config;
 use super::fragment::{Accumulator, Pair};
-use super::softmax::{Position, natural_unit, power};
+use super::softmax::{Position, natural_unit, power, rounded_score, visible_score};
 use crate::schedule::Geometry;
-use crate::score::{capped_score, counts, finish_score, score_row, uncap};
+use crate::score::{counts, score_row, uncap};
 use cubecl::prelude::*;
 
 /// The tiles of a block of scores, and which way round it lies.
@@ -164,11 +164,11 @@ fn form_probabilities<E: Float, M: Int>(
             let dot = pair.extract(c);
             if comptime!(tested) {
                 let j = position.first_kv + along(k, block.transposed) as i32;
-                let score = finish_score::<E, M>(dot, view, j, mask, bias, geometry, config.capped);
+                let score = rounded_score::<E, M>(dot, view, j, mask, bias, geometry, config);
                 let p = power(fma(score - maximum, unit, -log_sum), config.assembly);
                 pair.insert(c, select(counts(score), p, 0.0f32));
             } else {
-                let score = capped_score(dot, geometry, config.capped);
+                let score = visible_score(dot, geometry, config);
                 let p = power(fma(score - maximum, unit, -log_sum), config.assembly);
                 pair.insert(c, p);
             }

@@ -4,8 +4,9 @@
 //! hidden scores, its staged rows are looked through once; a row that is not finite is set to 0 in
 //! shared memory, and added from global memory to those results alone whose weight is not 0.
 
+use super::blueprint::Config;
 use super::fragment::{Accumulator, Chunk, Pair, chunks, pitch};
-use super::softmax::power;
+use super::softmax::{exponent, power};
 use super::stage::{Rows, Staging, load_chunk};
 use cubecl::prelude::*;
 
@@ -72,20 +73,9 @@ pub(crate) fn clear_flagged_rows<E: Float>(
     }
 }
 
-/// What the weights of [`add_flagged_rows`] are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum WeightForm {
-    /// Themselves.
-    Plain,
-    /// Exponents to base e.
-    Exponents,
-    /// Exponents to base 2.
-    BinaryExponents,
-}
-
 /// Adds the flagged rows, from global memory, to the results whose weight is not 0.
 ///
-/// Of exponents the weights are powers: of `factor` times each, less its row's reference.
+/// With `powers` the weights are values that the softmax compares, and their exponentials count.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn add_flagged_rows<E: Float, N: Size>(
@@ -99,7 +89,7 @@ pub(crate) fn add_flagged_rows<E: Float, N: Size>(
     first_row: i32,
     #[comptime] row_tiles: usize,
     #[comptime] weight_tiles: usize,
-    #[comptime] form: WeightForm,
+    #[comptime] powers: Option<Config>,
     #[comptime] staging: Staging,
 ) {
     let lane = UNIT_POS_PLANE;
@@ -121,9 +111,11 @@ pub(crate) fn add_flagged_rows<E: Float, N: Size>(
                         own = select(j / 8 == n, either, own);
                     }
                     let mut weight = plane_shuffle(own, owner);
-                    if comptime!(form != WeightForm::Plain) {
-                        let exponent = fma(weight, factor, -reference[comptime!(2 * r + half)]);
-                        weight = power(exponent, comptime!(form == WeightForm::BinaryExponents));
+                    if comptime!(powers.is_some()) {
+                        let config = comptime!(powers.unwrap());
+                        let reference = reference[comptime!(2 * r + half)];
+                        let x = exponent(weight, reference, factor, config);
+                        weight = power(x, config.assembly);
                     }
                     row_weights[comptime!(2 * r + half)] = weight;
                 }

@@ -15,9 +15,7 @@ use super::gradient::{
     Block, keep_dots, load_statistics, rebuild_probabilities, scale_all, score_gradients,
     store_statistics,
 };
-use super::hidden::{
-    WeightForm, add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags,
-};
+use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
 use super::softmax::Position;
 use super::stage::{await_copies, issue, land, rows_of, stage_first};
 use crate::schedule::{Geometry, queries_of_block, wholly_visible};
@@ -291,7 +289,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
                 config,
             );
         }
-        let edge = comptime!(mask.is_some())
+        let edge = comptime!(mask.is_some() || bias.is_some())
             || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
         if edge {
             lower_flags(&mut flags, query_staging);
@@ -395,7 +393,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
                     first_query,
                     row_tiles,
                     query_tiles,
-                    WeightForm::Plain,
+                    comptime!(None),
                     gradient_staging,
                 );
             }
@@ -424,7 +422,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
                     first_query,
                     row_tiles,
                     query_tiles,
-                    WeightForm::Plain,
+                    comptime!(None),
                     query_staging,
                 );
             }

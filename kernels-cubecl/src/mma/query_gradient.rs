@@ -10,9 +10,7 @@ use super::gradient::{
     Block, keep_dots, load_statistics, rebuild_probabilities, scale_all, score_gradients,
     store_statistics,
 };
-use super::hidden::{
-    WeightForm, add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags,
-};
+use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
 use super::softmax::Position;
 use super::stage::{await_copies, issue, land, rows_of, stage_first};
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
@@ -156,7 +154,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
     }
     for block in first_block..end_block {
         let first_kv = (block * block_kv) as i32;
-        let edge = comptime!(mask.is_some())
+        let edge = comptime!(mask.is_some() || bias.is_some())
             || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
         let stage = (block - first_block) % blocks.stages;
         let at_key = stage * key_slot;
@@ -305,7 +303,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
                 first_kv,
                 row_tiles,
                 key_tiles,
-                WeightForm::Plain,
+                comptime!(None),
                 key_staging,
             );
         }

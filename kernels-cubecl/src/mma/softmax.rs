@@ -1,13 +1,15 @@
 //! The softmax of a block of scores, on the registers that the product left them in.
 //!
 //! Where a score is its dot product times the scale, the dot products themselves are compared, and
-//! scale and subtraction are one fused operation. The exponent is taken to base 2 where the device's
-//! own instruction is at hand, else to base e; the base never leaves this file.
+//! scale and subtraction are one fused operation. Other scores are subtracted as they are, for a bias
+//! may be as low as numbers go: no factor would leave it finite. The exponent is taken to base 2 where
+//! the device's own instruction is at hand, else to base e; the base never leaves this file.
 
 use super::blueprint::Config;
 use super::fragment::{Accumulator, Pair, Registers, by_value, round_pair};
+use crate::rounding::{separate, unscaled};
 use crate::schedule::Geometry;
-use crate::score::{capped_score, counts, finish_score, lowest, score_row};
+use crate::score::{ScoreRow, capped_score, counts, finish_score, lowest, score_row};
 use cubecl::prelude::*;
 use std::f32::consts::{LN_2, LOG2_E};
 
@@ -99,16 +101,62 @@ pub(crate) fn natural_unit(#[comptime] assembly: bool) -> f32 {
     }
 }
 
-/// The size of what a value is multiplied by to become an exponent. At least so large that minus infinity
-/// stays so; smaller factors make no difference to a probability.
+/// The size of what a value is multiplied by to become an exponent.
 #[cube]
 fn magnitude(geometry: &Geometry, #[comptime] config: Config) -> f32 {
     let unit = natural_unit(config.assembly);
     if comptime!(config.plain()) {
-        max(geometry.scale.abs() * unit, 1e-30f32)
+        geometry.scale.abs() * unit
     } else {
         unit
     }
+}
+
+/// A dot product times the scale, rounded before anything else happens to it.
+#[cube]
+fn rounded_product(dot: f32, geometry: &Geometry, #[comptime] assembly: bool) -> f32 {
+    if comptime!(assembly) {
+        let x = by_value::<f32>(dot);
+        let scale = by_value::<f32>(geometry.scale);
+        let y: f32;
+        gpu_asm!(
+            "mul.rn.f32 {y}, {x}, {scale};",
+            x = in(_) x, scale = in(_) scale, y = out(_) y, options(pure, nomem)
+        );
+        by_value::<f32>(y)
+    } else {
+        separate(dot * geometry.scale, geometry)
+    }
+}
+
+/// [`finish_score`] of the rounded product.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn rounded_score<E: Float, M: Int>(
+    dot: f32,
+    row: ScoreRow,
+    j: i32,
+    mask: &ComptimeOption<&Tensor<M>>,
+    bias: &ComptimeOption<&Tensor<E>>,
+    geometry: &Geometry,
+    #[comptime] config: Config,
+) -> f32 {
+    let product = rounded_product(dot, geometry, config.assembly);
+    let geometry = unscaled(geometry);
+    finish_score::<E, M>(product, row, j, mask, bias, &geometry, config.capped)
+}
+
+/// The score of a visible key where there is no bias, rounded.
+#[cube]
+pub(crate) fn visible_score(dot: f32, geometry: &Geometry, #[comptime] config: Config) -> f32 {
+    let mut score = rounded_product(dot, geometry, config.assembly);
+    if comptime!(config.capped) {
+        score = separate(
+            capped_score(score, &unscaled(geometry), config.capped),
+            geometry,
+        );
+    }
+    score
 }
 
 /// Turns dot products into the values that the softmax compares, hidden ones into infinity
@@ -152,7 +200,7 @@ pub(crate) fn finish_scores<E: Float, M: Int>(
                             + (lane % 4 * 2) as i32;
                         let dot = old.extract(c);
                         let score =
-                            finish_score::<E, M>(dot, view, j, mask, bias, geometry, config.capped);
+                            rounded_score::<E, M>(dot, view, j, mask, bias, geometry, config);
                         let mut value = score;
                         if comptime!(config.plain()) {
                             value = dot;
@@ -173,7 +221,7 @@ pub(crate) fn finish_scores<E: Float, M: Int>(
                 let mut new = Pair::<f32>::new(0.0f32);
                 #[unroll]
                 for c in 0..2usize {
-                    new.insert(c, capped_score(old.extract(c), geometry, config.capped));
+                    new.insert(c, visible_score(old.extract(c), geometry, config));
                 }
                 tile[half] = new;
             }
@@ -214,10 +262,12 @@ pub(crate) fn raise_maximum(
         }
         highest = max(highest, from_lane(highest, 1u32, config.assembly));
         highest = max(highest, from_lane(highest, 2u32, config.assembly));
-        let alpha = power(
-            reference(statistics.maximum[row], magnitude) - reference(highest, magnitude),
-            config.assembly,
-        );
+        let mut rise = reference(statistics.maximum[row], magnitude, config)
+            - reference(highest, magnitude, config);
+        if comptime!(!config.plain()) {
+            rise *= magnitude;
+        }
+        let alpha = power(rise, config.assembly);
         statistics.maximum[row] = highest;
         statistics.sum[row] *= alpha;
         rescale[row] = alpha;
@@ -237,13 +287,18 @@ pub(crate) fn raise_maximum(
     }
 }
 
-/// The maximum as an exponent, rounded; every exponential is taken relative to it.
+/// What every exponential is taken relative to: of dot products the maximum as an exponent, rounded,
+/// else the maximum.
 #[cube]
-fn reference(maximum: f32, magnitude: f32) -> f32 {
-    max(maximum * magnitude, lowest())
+fn reference(maximum: f32, magnitude: f32, #[comptime] config: Config) -> f32 {
+    if comptime!(config.plain()) {
+        max(maximum * magnitude, lowest())
+    } else {
+        maximum
+    }
 }
 
-/// The rows' maxima as exponents.
+/// The references of the rows.
 #[cube]
 pub(crate) fn references(
     statistics: &Statistics,
@@ -254,7 +309,7 @@ pub(crate) fn references(
     let mut references = Array::<f32>::new(comptime!(2 * config.blocks.row_tiles));
     #[unroll]
     for row in 0..comptime!(2 * config.blocks.row_tiles) {
-        references[row] = reference(statistics.maximum[row], magnitude);
+        references[row] = reference(statistics.maximum[row], magnitude, config);
     }
     references
 }
@@ -267,6 +322,16 @@ pub(crate) fn exponent_factor(geometry: &Geometry, #[comptime] config: Config) -
         factor = -factor;
     }
     factor
+}
+
+/// The exponent of a value relative to its row's reference.
+#[cube]
+pub(crate) fn exponent(value: f32, reference: f32, factor: f32, #[comptime] config: Config) -> f32 {
+    if comptime!(config.plain()) {
+        fma(value, factor, -reference)
+    } else {
+        (value - reference) * factor
+    }
 }
 
 /// The probabilities of two neighbouring column tiles against the maximum, unscaled, as the
@@ -289,7 +354,7 @@ pub(crate) fn exponentials<E: Float>(
         let mut pair = Pair::<f32>::new(0.0f32);
         #[unroll]
         for c in 0..2usize {
-            let x = fma(values.extract(c), factor, -references[row]);
+            let x = exponent(values.extract(c), references[row], factor, config);
             pair.insert(c, power(x, config.assembly));
         }
         // In pairs first: a shorter chain of sums.
@@ -328,20 +393,18 @@ pub(crate) fn row_result(
     if total != 0.0f32 {
         inverse = 1.0f32 / total;
         let highest = statistics.maximum[row];
-        // The sum is relative to the rounded exponent of the maximum, not to the maximum.
-        let rest = fma(
-            highest,
-            magnitude(geometry, config),
-            -reference(highest, magnitude(geometry, config)),
-        );
         log_sum = total.ln();
-        if comptime!(config.assembly) {
-            log_sum -= rest * LN_2;
-        } else {
-            log_sum -= rest;
-        }
         maximum = highest;
         if comptime!(config.plain()) {
+            // The sum is relative to the rounded exponent of the maximum, not to the maximum. What the
+            // product below rounds away stays away: the backward pass rounds its products too.
+            let magnitude = magnitude(geometry, config);
+            let rest = fma(highest, magnitude, -reference(highest, magnitude, config));
+            if comptime!(config.assembly) {
+                log_sum -= rest * LN_2;
+            } else {
+                log_sum -= rest;
+            }
             maximum = highest * geometry.scale.abs();
         }
     }
