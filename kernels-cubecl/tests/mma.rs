@@ -130,4 +130,12 @@ fn what_is_missing_is_named() {
     device.shared_memory = 16 << 10;
     let error = plan(&problem([256, 256], Dtype::F16), &device).unwrap_err();
     assert!(matches!(error, Decline::SharedMemory { given: 16_384, .. }));
+
+    let [device, ..] = devices();
+    for scale in [0.0, 1e-31, -1e-31, 3e38] {
+        let mut scaled = problem([64, 64], Dtype::F16);
+        scaled.scale = scale;
+        let error = plan(&scaled, &device).unwrap_err();
+        assert!(matches!(error, Decline::Scale { .. }), "{scale}");
+    }
 }
