@@ -51,7 +51,7 @@ const BACKENDS: [Backend; 9] = [
     ),
     backend("rocm", "llvm", [&["portable"]; 2], [Yes, Yes, Maybe]),
     backend("metal", "msl", [&["portable"]; 2], [Yes, Yes, Maybe]),
-    backend("vulkan", "spirv", [&["portable"]; 2], [Yes, Maybe, Maybe]),
+    backend("vulkan", "spirv", [&["portable"]; 2], [Yes, Maybe, No]),
     backend("webgpu", "wgsl", [&["portable"]; 2], [Yes, Maybe, No]),
     backend("wgpu", "wgsl", [&["portable"]; 2], [Yes, Maybe, No]),
     backend("cpu", "llvm", [&["portable"]; 2], [Yes, Maybe, Maybe]),

@@ -36,7 +36,7 @@ mod error;
 mod ops;
 mod options;
 
-pub use devices::{DeviceReport, Explanation, burn_dtype, devices, explain};
+pub use devices::{DeviceReport, Explanation, Served, burn_dtype, devices, explain};
 pub use error::AttentionError;
 pub use flash_attention_spec::{
     Alignment, Band, Dtype, ElementType, Operand, Operands, Options, Problem, ProblemError, Reason,
