@@ -40,8 +40,6 @@ pub struct Device {
     pub cuda_capability: Option<u32>,
     /// Copies by tensor map between global and shared memory.
     pub tensor_copies: bool,
-    /// Cubes run side by side on this many processors, where the device says.
-    pub multiprocessors: Option<u32>,
 }
 
 /// The CubeCL element type of `dtype`.
@@ -95,7 +93,6 @@ impl Device {
                 .strip_prefix("ptx_sm")
                 .and_then(|version| version.parse().ok()),
             tensor_copies: properties.features.tma.contains(Tma::Base),
-            multiprocessors: hardware.num_streaming_multiprocessors,
         }
     }
 }

@@ -2,7 +2,7 @@
 //! every family.
 
 use crate::schedule::GeometryLaunch;
-use cubecl::ir::{ElemType, UIntKind};
+use cubecl::ir::{AddressType, ElemType, UIntKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl::zspace::{Shape, Strides};
@@ -61,6 +61,48 @@ pub(crate) fn geometry(problem: &Problem) -> GeometryLaunch {
         problem.softcap.unwrap_or(1.0) as f32,
         f32::NEG_INFINITY,
     )
+}
+
+/// The width of indices that reaches every element of what a call reads, by strides, and writes.
+pub(crate) fn address_type(
+    problem: &Problem,
+    operands: &Operands,
+    output_gradient: Option<&TensorBinding>,
+) -> AddressType {
+    let bytes = problem.dtype.size();
+    let floats = [
+        Some(&operands.query),
+        Some(&operands.key),
+        Some(&operands.value),
+        output_gradient,
+        operands.bias.as_ref(),
+    ];
+    let mask = operands.mask.as_ref().map(|(mask, _)| mask);
+    let rows = problem.lse_shape().iter().product::<usize>();
+    let keys = problem.batch * problem.kv_heads * problem.seq_kv;
+    let longest = floats
+        .into_iter()
+        .flatten()
+        .map(|x| x.handle.size() as usize / bytes)
+        .chain(mask.map(|mask| mask.handle.size() as usize))
+        .chain([
+            problem.output_shape().iter().product(),
+            rows * problem.head_dim.max(3),
+            // Key and value gradients may share a buffer, with a gap between them.
+            keys * (problem.head_dim + problem.value_dim) + 256,
+            problem.bias.map_or(0, |shape| shape.iter().product()),
+        ])
+        .max()
+        .unwrap_or(0);
+    AddressType::from_len(longest)
+}
+
+/// Whether every row starts at a multiple of `vector` elements and lies without gaps.
+pub(crate) fn in_vectors(x: &TensorBinding, vector: usize, bytes: usize) -> bool {
+    let offset = x.handle.offset_start.unwrap_or(0) as usize;
+    x.strides[3] == 1
+        && x.strides[..3].iter().all(|stride| stride % vector == 0)
+        && offset.is_multiple_of(vector * bytes)
 }
 
 /// `cubes` spread over x and y; the kernels stop where there are a few too many.

@@ -25,7 +25,6 @@ fn h200() -> Device {
         copy_async: true,
         cuda_capability: Some(90),
         tensor_copies: true,
-        multiprocessors: Some(132),
     }
 }
 

@@ -24,7 +24,6 @@ fn nvidia(name: &str, capability: u32, shared_memory: usize) -> Device {
         copy_async: true,
         cuda_capability: Some(capability),
         tensor_copies: capability >= 90,
-        multiprocessors: Some(108),
     }
 }
 

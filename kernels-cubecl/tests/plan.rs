@@ -24,7 +24,6 @@ fn webgpu() -> Device {
         copy_async: false,
         cuda_capability: None,
         tensor_copies: false,
-        multiprocessors: None,
     }
 }
 
@@ -50,7 +49,6 @@ fn h200() -> Device {
         copy_async: true,
         cuda_capability: Some(90),
         tensor_copies: true,
-        multiprocessors: Some(132),
     }
 }
 

@@ -6,7 +6,8 @@ use super::key_value_gradient::{Sides, key_value_gradient_kernel};
 use super::query_gradient::query_gradient_kernel;
 use crate::device::elem_type;
 use crate::operands::{
-    Gradients, Operands, broadcast_bias, broadcast_mask, cube_count, geometry, optional,
+    Gradients, Operands, address_type, broadcast_bias, broadcast_mask, cube_count, geometry,
+    in_vectors, optional,
 };
 use crate::portable::{self, Tile};
 use crate::schedule::GeometryLaunch;
@@ -248,30 +249,12 @@ impl<'a> Launch<'a> {
                         .all(|x| in_vectors(x, vector, bytes))
             })
             .unwrap_or(1);
-        let mask = operands.mask.as_ref().map(|(mask, _)| mask);
-        let longest = floats
-            .into_iter()
-            .chain([operands.bias.as_ref()])
-            .flatten()
-            .map(|x| x.handle.size() as usize / bytes)
-            .chain(mask.map(|mask| mask.handle.size() as usize))
-            .chain([
-                problem.output_shape().iter().product(),
-                problem.batch
-                    * problem.kv_heads
-                    * problem.seq_kv
-                    * problem.head_dim.max(problem.value_dim),
-                problem.lse_shape().iter().product::<usize>() * problem.head_dim.max(3),
-                problem.bias.map_or(0, |shape| shape.iter().product()),
-            ])
-            .max()
-            .unwrap_or(0);
         Self {
             client,
             problem,
             blueprint,
             vector,
-            address_type: AddressType::from_len(longest),
+            address_type: address_type(problem, operands, output_gradient),
             element: elem_type(problem.dtype),
         }
     }
@@ -298,12 +281,4 @@ impl<'a> Launch<'a> {
     fn geometry(&self) -> GeometryLaunch {
         geometry(self.problem)
     }
-}
-
-/// Whether every row starts at a multiple of `vector` elements and lies without gaps.
-fn in_vectors(x: &TensorBinding, vector: usize, bytes: usize) -> bool {
-    let offset = x.handle.offset_start.unwrap_or(0) as usize;
-    x.strides[3] == 1
-        && x.strides[..3].iter().all(|stride| stride % vector == 0)
-        && offset.is_multiple_of(vector * bytes)
 }

@@ -10,7 +10,8 @@ use super::query_gradient::query_gradient_kernel;
 use super::tile::{Config, Tile};
 use crate::device::elem_type;
 use crate::operands::{
-    Gradients, Operands, broadcast_bias, broadcast_mask, cube_count, geometry, optional,
+    Gradients, Operands, address_type, broadcast_bias, broadcast_mask, cube_count, geometry,
+    in_vectors, optional,
 };
 use crate::schedule::GeometryLaunch;
 use cubecl::ir::{AddressType, ElemType};
@@ -276,26 +277,10 @@ impl<'a> Launch<'a> {
         ];
         let vectorized = problem.head_dim.is_multiple_of(4)
             && problem.value_dim.is_multiple_of(4)
-            && floats.into_iter().flatten().all(|x| in_fours(x, bytes));
-        let mask = operands.mask.as_ref().map(|(mask, _)| mask);
-        let longest = floats
-            .into_iter()
-            .chain([operands.bias.as_ref()])
-            .flatten()
-            .map(|x| x.handle.size() as usize / bytes)
-            .chain(mask.map(|mask| mask.handle.size() as usize))
-            .chain([
-                problem.output_shape().iter().product(),
-                problem.batch
-                    * problem.kv_heads
-                    * problem.seq_kv
-                    * (problem.head_dim + problem.value_dim)
-                    + 256,
-                problem.lse_shape().iter().product::<usize>() * problem.head_dim.max(3),
-                problem.bias.map_or(0, |shape| shape.iter().product()),
-            ])
-            .max()
-            .unwrap_or(0);
+            && floats
+                .into_iter()
+                .flatten()
+                .all(|x| in_vectors(x, 4, bytes));
         Self {
             client,
             problem,
@@ -306,7 +291,7 @@ impl<'a> Launch<'a> {
                 vectorized,
                 capped: problem.softcap.is_some(),
             },
-            address_type: AddressType::from_len(longest),
+            address_type: address_type(problem, operands, output_gradient),
             element: elem_type(problem.dtype),
         }
     }
@@ -459,12 +444,4 @@ impl<'a> Launch<'a> {
     fn geometry(&self) -> GeometryLaunch {
         geometry(self.problem)
     }
-}
-
-/// Whether every row starts at a multiple of four elements and lies without gaps.
-fn in_fours(x: &TensorBinding, bytes: usize) -> bool {
-    let offset = x.handle.offset_start.unwrap_or(0) as usize;
-    x.strides[3] == 1
-        && x.strides[..3].iter().all(|stride| stride % 4 == 0)
-        && offset.is_multiple_of(4 * bytes)
 }
