@@ -33,6 +33,8 @@ mod query_gradient;
 mod stage;
 mod tile;
 
+#[cfg(feature = "machine-code")]
+pub(crate) use bias_gradient::{BiasShape, BiasShapeLaunch};
 pub use blueprint::{Blueprint, plan};
 pub(crate) use launch::Launch;
 pub use launch::{attention_backward, attention_forward};
