@@ -18,6 +18,7 @@ fn h200() -> Device {
         max_cube_count: (i32::MAX as u32, 65_535, 65_535),
         max_buffer: 64 << 30,
         software: false,
+        loop_iterations: None,
         dtypes: Dtype::ALL.to_vec(),
         matrix_shapes: Vec::new(),
         mma_shapes: Vec::new(),

@@ -22,6 +22,7 @@ pub(crate) fn specimens() -> Vec<Specimen> {
                     value_dim: 64,
                     vectorized: true,
                     capped: options,
+                    long: false,
                 };
                 Box::new(forward_kernel::ForwardKernel::new(
                     offline.settings(config.tile.units(), AddressType::U32),

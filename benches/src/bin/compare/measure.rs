@@ -4,6 +4,7 @@
 //! tunes kernels, belong to that implementation alone.
 
 use crate::Outcome;
+use crate::layer::Layer;
 use crate::memory::{peak_resident_bytes, resident_bytes};
 use crate::workload::{Implementation, Pass, Workload};
 use burn::tensor::module::attention;
@@ -116,13 +117,19 @@ struct Call {
     outputs: Vec<Tensor<4>>,
 }
 
-/// Operands of a call, without autodiff.
-struct Inputs {
-    query: Tensor<4>,
-    key: Tensor<4>,
-    value: Tensor<4>,
-    /// Gradient of the loss with respect to the output, of a training pass.
-    output_gradient: Option<Tensor<4>>,
+/// What a call reads, without autodiff.
+enum Inputs {
+    Attention {
+        /// Query, key and value.
+        operands: [Tensor<4>; 3],
+        /// Gradient of the loss with respect to the output, of a training pass.
+        output_gradient: Option<Tensor<4>>,
+    },
+    Layer {
+        layer: Layer,
+        x: Tensor<4>,
+        output_gradient: Tensor<4>,
+    },
 }
 
 impl Inputs {
@@ -138,25 +145,42 @@ impl Inputs {
             let data = TensorData::new(values, shape).convert_dtype(dtype);
             Tensor::from_data(data, (device, dtype))
         };
-        Self {
-            query: tensor(workload.query_shape()),
-            key: tensor(workload.key_shape()),
-            value: tensor(workload.key_shape()),
-            output_gradient: (workload.pass == Pass::Training)
-                .then(|| tensor(workload.query_shape())),
+        if workload.pass == Pass::Layer {
+            return Self::Layer {
+                x: tensor(workload.layer_shape()),
+                output_gradient: tensor(workload.layer_shape()),
+                layer: Layer::new(workload, tensor),
+            };
+        }
+        let (query, key) = (workload.query_shape(), workload.key_shape());
+        Self::Attention {
+            operands: [query, key, key].map(&mut tensor),
+            output_gradient: (workload.pass == Pass::Training).then(|| tensor(query)),
         }
     }
 }
 
 /// One call: the results in the order of [`Workload::outputs`], without autodiff.
 fn compute(who: Implementation, workload: &Workload, inputs: &Inputs) -> Outcome<Vec<Tensor<4>>> {
-    let (query, key, value) = (&inputs.query, &inputs.key, &inputs.value);
-    let Some(output_gradient) = &inputs.output_gradient else {
-        let output = attend(who, workload, query.clone(), key.clone(), value.clone())?;
-        return Ok(vec![output]);
+    let (operands, output_gradient) = match inputs {
+        Inputs::Layer {
+            layer,
+            x,
+            output_gradient,
+        } => {
+            let attend = |query, key, value| attend(who, workload, query, key, value);
+            return Ok(layer.step(workload, x, output_gradient, attend)?.into());
+        }
+        Inputs::Attention {
+            operands,
+            output_gradient,
+        } => (operands.clone(), output_gradient),
     };
-    let leaf = |tensor: &Tensor<4>| tensor.clone().autodiff().require_grad();
-    let leaves = [leaf(query), leaf(key), leaf(value)];
+    let Some(output_gradient) = output_gradient else {
+        let [query, key, value] = operands;
+        return Ok(vec![attend(who, workload, query, key, value)?]);
+    };
+    let leaves = operands.map(|operand| operand.autodiff().require_grad());
     let [query, key, value] = leaves.clone();
     let output = attend(who, workload, query, key, value)?;
     // Its derivative is `output_gradient` itself, at the cost of two products by element.
