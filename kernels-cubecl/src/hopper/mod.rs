@@ -47,20 +47,23 @@ mod careful;
 mod forward;
 mod gradient;
 mod gradient_blueprint;
+mod handover;
 mod instructions;
 mod key_value_gradient;
 mod launch;
 mod launch_backward;
+mod launch_wide;
 #[cfg(feature = "machine-code")]
 mod machine_code;
 mod pipeline;
 mod query_gradient;
 mod softmax;
 mod statistics;
+mod wide_key_value_gradient;
 
 pub use blueprint::{Declined, ForwardBlueprint, check_layout, plan_forward, variants};
 pub use gradient_blueprint::{
-    BackwardBlueprint, GradientBlueprint, gradient_variants, plan_backward,
+    BackwardBlueprint, Division, GradientBlueprint, gradient_variants, plan_backward,
 };
 pub use launch::{attention_forward, check_operands};
 pub use launch_backward::{attention_backward, check_gradient_operands};
