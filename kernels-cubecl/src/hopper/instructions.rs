@@ -252,13 +252,10 @@ pub(crate) fn load_shared_pair(address: u32) -> Vector<f32, Const<2>> {
 
 /// Four numbers to shared memory, at a multiple of 16 bytes.
 #[cube]
-pub(crate) fn store_shared_quad(address: u32, n0: f32, n1: f32, n2: f32, n3: f32) {
+pub(crate) fn store_shared_quad(address: u32, numbers: Vector<f32, Const<4>>) {
     let a = by_value::<u32>(address);
-    let n0 = by_value::<f32>(n0);
-    let n1 = by_value::<f32>(n1);
-    let n2 = by_value::<f32>(n2);
-    let n3 = by_value::<f32>(n3);
-    gpu_asm!("st.shared.v4.f32 [{a}], {{{n0}, {n1}, {n2}, {n3}}};", a = in(_) a, n0 = in(_) n0, n1 = in(_) n1, n2 = in(_) n2, n3 = in(_) n3);
+    let x = by_value::<Vector<f32, Const<4>>>(numbers);
+    gpu_asm!("/* {a} {x} */ st.shared.v4.f32 [%0], {{%1, %2, %3, %4}};", a = in(_) a, x = in(_) x);
 }
 
 /// Four neighbouring numbers in shared memory, at a multiple of 16 bytes.

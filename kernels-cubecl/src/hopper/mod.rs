@@ -60,6 +60,7 @@ mod query_gradient;
 mod softmax;
 mod statistics;
 mod wide_key_value_gradient;
+mod wide_pipeline;
 
 pub use blueprint::{Declined, ForwardBlueprint, check_layout, plan_forward, variants};
 pub use gradient_blueprint::{

@@ -12,11 +12,12 @@
 //! one of two buffers in shared memory. While one warpgroup takes exponents the other multiplies.
 
 use super::careful::{add_careful, non_finite};
-use super::gradient::{Position, gradients_by_key, probabilities_by_key, store_sums};
+use super::gradient::{Position, store_sums};
 use super::gradient_blueprint::GradientBlueprint;
-use super::handover::{hand_over, take_over};
+use super::handover::*;
 use super::instructions::*;
-use super::pipeline::{load_rows, load_stage, release, retire, row_of};
+use super::pipeline::{load_stage, row_of};
+use super::wide_pipeline::*;
 use crate::schedule::{Geometry, queries_of_block, wholly_visible};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
@@ -63,9 +64,9 @@ pub(crate) fn wide_key_value_gradient_kernel<
     let value_panels = comptime!(blueprint.value_dim.div_ceil(64));
     let owned_panel = comptime!(block_kv * 64);
     let panel = comptime!(block_q * 64);
-    let query_stage = comptime!(key_panels * panel);
-    let gradient_stage = comptime!(value_panels * panel);
+    let layout = comptime!(Layout::new(&blueprint));
     let element = comptime!(blueprint.element());
+    let units = comptime!(blueprint.units());
 
     // Which keys: heads in sections, the first block of keys first, for the most queries see it.
     let kv_heads = geometry.heads / geometry.group;
@@ -82,33 +83,31 @@ pub(crate) fn wide_key_value_gradient_kernel<
     let batch = batch_head / kv_heads;
     let kv_head = batch_head % kv_heads;
 
-    let mut key_tile =
-        Shared::<[E]>::new_aligned_slice(comptime!(key_panels * owned_panel), 1024usize);
-    let mut value_tile =
-        Shared::<[E]>::new_aligned_slice(comptime!(value_panels * owned_panel), 1024usize);
-    let mut query_tiles = Shared::<[E]>::new_aligned_slice(comptime!(2 * query_stage), 1024usize);
-    let mut gradient_tiles =
-        Shared::<[E]>::new_aligned_slice(comptime!(2 * gradient_stage), 1024usize);
-    let weights =
-        Shared::<[f32]>::new_aligned_slice(comptime!(2 * blueprint.handed_over() / 4), 128usize);
-    let mut statistic_tiles =
-        Shared::<[f32]>::new_aligned_slice(comptime!(2 * blueprint.statistics()), 128usize);
-    // How many planes are done with a stage of queries (0, 1) and of output gradients (2, 3).
-    let mut done = Shared::<[u32]>::new_slice(4usize);
-    // Waits here for the end, so that no register holds it all along.
-    let mut stash = Shared::<[u32]>::new_slice(1usize);
-    let elected = UNIT_POS == 0;
-    if UNIT_POS < 4 {
-        done[UNIT_POS as usize] = 0u32;
-    }
+    // The blocks of queries that the cube walks, once for each head of the group.
+    let queries = queries_of_block(&geometry, first_kv, block_kv);
+    let first_block = queries.first as u32 / comptime!(block_q as u32);
+    let end_block = (queries.end as u32).div_ceil(comptime!(block_q as u32));
+    let per_head = select(end_block > first_block, end_block - first_block, 0u32);
+    let count = per_head * geometry.group as u32;
+    let group_head = (kv_head * geometry.group) as u32;
+
+    let mut tiles = Shared::<[E]>::new_aligned_slice(comptime!(layout.elements), 1024usize);
+    let mut numbers = Shared::<[f32]>::new_aligned_slice(comptime!(layout.numbers), 128usize);
+    let mut words = Shared::<[u32]>::new_slice(comptime!(WORDS));
     let key_full = Barrier::shared_uninit();
     let value_full = Barrier::shared_uninit();
     let query_full_0 = Barrier::shared_uninit();
     let query_full_1 = Barrier::shared_uninit();
     let gradient_full_0 = Barrier::shared_uninit();
     let gradient_full_1 = Barrier::shared_uninit();
+    let elected = UNIT_POS == 0;
+    if UNIT_POS < 4 {
+        words[UNIT_POS as usize] = 0u32;
+    }
     if elected {
-        stash[0] = batch_head as u32;
+        words[comptime!(BATCH_HEAD)] = batch_head as u32;
+        words[comptime!(FIRST_BLOCK)] = first_block;
+        words[comptime!(PER_HEAD)] = per_head;
         key_full.init_manual(1u32);
         value_full.init_manual(1u32);
         query_full_0.init_manual(1u32);
@@ -119,20 +118,17 @@ pub(crate) fn wide_key_value_gradient_kernel<
     sync_async_proxy_shared();
     sync_cube();
 
-    // The blocks of queries that the cube walks, once for each head of the group.
-    let queries = queries_of_block(&geometry, first_kv, block_kv);
-    let first_block = queries.first as u32 / comptime!(block_q as u32);
-    let end_block = (queries.end as u32).div_ceil(comptime!(block_q as u32));
-    let per_head = select(end_block > first_block, end_block - first_block, 0u32);
-    let count = per_head * geometry.group as u32;
-    let group_head = (kv_head * geometry.group) as u32;
-
     if elected {
         if count > 0 {
+            let walked = Walked {
+                batch,
+                head: group_head,
+                block: first_block,
+            };
             load_stage(
                 &key_full,
                 key,
-                &mut key_tile,
+                &mut tiles,
                 0usize,
                 batch as i32,
                 kv_head as i32,
@@ -144,100 +140,102 @@ pub(crate) fn wide_key_value_gradient_kernel<
                 &query_full_0,
                 query,
                 statistics,
-                &mut query_tiles,
-                &mut statistic_tiles,
+                &mut tiles,
+                &mut numbers,
                 0usize,
-                batch,
-                group_head,
-                first_block,
-                &geometry,
+                walked,
+                geometry.heads,
                 blueprint,
             );
             load_stage(
                 &value_full,
                 value,
-                &mut value_tile,
-                0usize,
+                &mut tiles,
+                comptime!(layout.value),
                 batch as i32,
                 kv_head as i32,
                 first_kv,
                 value_panels,
                 owned_panel,
             );
-            load_stage(
+            load_gradients(
                 &gradient_full_0,
                 output_gradient,
-                &mut gradient_tiles,
+                &mut tiles,
                 0usize,
-                batch as i32,
-                group_head as i32,
-                (first_block * comptime!(block_q as u32)) as i32,
-                value_panels,
-                panel,
+                walked,
+                blueprint,
             );
         }
         if count > 1 {
-            let head = group_head + 1 / per_head;
-            let block = first_block + 1 % per_head;
+            let walked = Walked {
+                batch,
+                head: group_head + 1 / per_head,
+                block: first_block + 1 % per_head,
+            };
             load_queries(
                 &query_full_1,
                 query,
                 statistics,
-                &mut query_tiles,
-                &mut statistic_tiles,
+                &mut tiles,
+                &mut numbers,
                 1usize,
-                batch,
-                head,
-                block,
-                &geometry,
+                walked,
+                geometry.heads,
                 blueprint,
             );
-            load_stage(
+            load_gradients(
                 &gradient_full_1,
                 output_gradient,
-                &mut gradient_tiles,
-                gradient_stage,
-                batch as i32,
-                head as i32,
-                (block * comptime!(block_q as u32)) as i32,
-                value_panels,
-                panel,
+                &mut tiles,
+                1usize,
+                walked,
+                blueprint,
             );
         }
     }
 
-    let lane = UNIT_POS % 32;
     let warpgroup = plane_broadcast(UNIT_POS / 128, 0u32);
-    let query_address = shared_address::<E>(query_tiles.as_ptr());
-    let gradient_address = shared_address::<E>(gradient_tiles.as_ptr());
-    let statistic_address = shared_address::<f32>(statistic_tiles.as_ptr());
-    let weight_address = shared_address::<f32>(weights.as_ptr());
-    let done_address = shared_address::<u32>(done.as_ptr());
-    let stash_address = shared_address::<u32>(stash.as_ptr());
+    let tile_address = shared_address::<E>(tiles.as_ptr());
+    let number_address = shared_address::<f32>(numbers.as_ptr());
+    let word_address = shared_address::<u32>(words.as_ptr());
     let always = comptime!(mask.is_some() || bias.is_some());
-    let last_plane = comptime!(blueprint.warpgroups * 4 - 1);
     let mut head = group_head;
     let mut block = first_block;
 
     if warpgroup == 0 {
-        let key_address = shared_address::<E>(key_tile.as_ptr());
         let dots_body = comptime!(blueprint.dots(blueprint.head_dim));
         let sum_body = comptime!(blueprint.sums(blueprint.value_dim));
         let mut acc = Vector::<f32, V>::new(0.0f32);
         let mut held = Vector::<u32, H>::new(0u32);
         if count > 0 {
             key_full.wait_parity(0u32);
-            held = owned_fragments::<H>(key_address, blueprint.head_dim, blueprint);
+            held = owned_fragments::<H>(tile_address, blueprint.head_dim, blueprint);
         }
         for n in 0..count {
             let stage = n % 2;
             let phase = (n / 2) % 2;
-            let query_at = query_address + stage * comptime!((query_stage * 2) as u32);
-            let gradient_at = gradient_address + stage * comptime!((gradient_stage * 2) as u32);
-            let statistics_at = statistic_address
-                + stage * comptime!((blueprint.statistics() * 4) as u32)
-                + (lane % 4) * 8;
-            let weights_at = weight_address + stage * comptime!(blueprint.handed_over() as u32);
+            let more = n + 2 < count;
+            let walked = Walked { batch, head, block };
+            let query_at = stage_of(
+                tile_address,
+                layout.query * 2,
+                layout.query_stage * 2,
+                stage,
+            );
+            let gradient_at = stage_of(
+                tile_address,
+                layout.gradient * 2,
+                layout.gradient_stage * 2,
+                stage,
+            );
+            let statistics_at = stage_of(number_address, 0usize, blueprint.statistics() * 4, stage);
+            let weights_at = stage_of(
+                number_address,
+                layout.weights * 4,
+                blueprint.handed_over(),
+                stage,
+            );
             let first_query = (block * comptime!(block_q as u32)) as i32;
             if stage == 0 {
                 query_full_0.wait_parity(phase);
@@ -245,7 +243,7 @@ pub(crate) fn wide_key_value_gradient_kernel<
                 query_full_1.wait_parity(phase);
             }
             let dots = owned_product::<H, S>(
-                key_address,
+                tile_address,
                 query_at,
                 held,
                 comptime!(dots_body.clone()),
@@ -253,12 +251,15 @@ pub(crate) fn wide_key_value_gradient_kernel<
             );
             let edge =
                 always || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
-            let mut weights = Vector::<f32, S>::new(0.0f32);
+            if n >= 2 {
+                wait_emptied(stage, units);
+            }
             let mut rounded = Vector::<u32, P>::new(0u32);
             if edge {
                 let unit = unit_again();
-                let (w, p) = probabilities_by_key::<E, M, S, P>(
+                rounded = hand_over::<E, M, S, P>(
                     dots,
+                    weights_at,
                     statistics_at,
                     Position {
                         batch,
@@ -272,12 +273,11 @@ pub(crate) fn wide_key_value_gradient_kernel<
                     true,
                     blueprint,
                 );
-                weights = w;
-                rounded = p;
             } else {
                 if comptime!(!always) {
-                    let (w, p) = probabilities_by_key::<E, M, S, P>(
+                    rounded = hand_over::<E, M, S, P>(
                         dots,
+                        weights_at,
                         statistics_at,
                         Position {
                             batch,
@@ -291,11 +291,9 @@ pub(crate) fn wide_key_value_gradient_kernel<
                         false,
                         blueprint,
                     );
-                    weights = w;
-                    rounded = p;
                 }
             }
-            hand_over::<S>(weights, weights_at, stage, n >= 2, blueprint);
+            arrive_filled(stage, units);
             if stage == 0 {
                 gradient_full_0.wait_parity(phase);
             } else {
@@ -323,52 +321,40 @@ pub(crate) fn wide_key_value_gradient_kernel<
                     acc,
                     rounded,
                     gradient_at,
-                    lane,
+                    unit_again() % 32,
                     block_q,
                     blueprint.value_dim,
                     element,
                 );
             }
-            let more = n + 2 < count;
-            let ahead = block - first_block + 2;
-            let next_head = head + ahead / per_head;
-            let next_block = first_block + ahead % per_head;
-            release(
-                done_address + 8 + stage * 4,
-                lane,
+            release_gradients(
+                word_address,
                 more,
-                last_plane,
                 stage,
+                walked,
                 &gradient_full_0,
                 &gradient_full_1,
                 output_gradient,
-                &mut gradient_tiles,
-                batch as i32,
-                next_head as i32,
-                (next_block * comptime!(block_q as u32)) as i32,
-                value_panels,
-                panel,
+                &mut tiles,
+                blueprint,
             );
             release_queries(
-                done_address + stage * 4,
-                lane,
+                word_address,
                 more,
                 stage,
+                walked,
                 &query_full_0,
                 &query_full_1,
                 query,
                 statistics,
-                &mut query_tiles,
-                &mut statistic_tiles,
-                batch,
-                next_head,
-                next_block,
-                &geometry,
+                &mut tiles,
+                &mut numbers,
+                geometry.heads,
                 blueprint,
             );
             block += 1;
             if block == end_block {
-                block = first_block;
+                block = word(word_address, FIRST_BLOCK);
                 head += 1;
             }
         }
@@ -376,7 +362,7 @@ pub(crate) fn wide_key_value_gradient_kernel<
         store_sums::<V>(
             acc,
             value_gradient,
-            load_shared(stash_address) as usize,
+            word(word_address, BATCH_HEAD) as usize,
             first_kv + row_of(unit),
             geometry.seq_kv,
             unit % 32,
@@ -385,7 +371,7 @@ pub(crate) fn wide_key_value_gradient_kernel<
             element,
         );
     } else {
-        let value_address = shared_address::<E>(value_tile.as_ptr());
+        let value_address = tile_address + comptime!((layout.value * 2) as u32);
         let dots_body = comptime!(blueprint.dots(blueprint.value_dim));
         let sum_body = comptime!(blueprint.sums(blueprint.head_dim));
         let mut acc = Vector::<f32, K>::new(0.0f32);
@@ -397,17 +383,27 @@ pub(crate) fn wide_key_value_gradient_kernel<
         for n in 0..count {
             let stage = n % 2;
             let phase = (n / 2) % 2;
-            let query_at = query_address + stage * comptime!((query_stage * 2) as u32);
-            let gradient_at = gradient_address + stage * comptime!((gradient_stage * 2) as u32);
-            let statistics_at = statistic_address
-                + stage * comptime!((blueprint.statistics() * 4) as u32)
-                + (lane % 4) * 8;
-            let weights_at = weight_address + stage * comptime!(blueprint.handed_over() as u32);
-            let first_query = (block * comptime!(block_q as u32)) as i32;
             let more = n + 2 < count;
-            let ahead = block - first_block + 2;
-            let next_head = head + ahead / per_head;
-            let next_block = first_block + ahead % per_head;
+            let walked = Walked { batch, head, block };
+            let query_at = stage_of(
+                tile_address,
+                layout.query * 2,
+                layout.query_stage * 2,
+                stage,
+            );
+            let gradient_at = stage_of(
+                tile_address,
+                layout.gradient * 2,
+                layout.gradient_stage * 2,
+                stage,
+            );
+            let statistics_at = stage_of(number_address, 0usize, blueprint.statistics() * 4, stage);
+            let weights_at = stage_of(
+                number_address,
+                layout.weights * 4,
+                blueprint.handed_over(),
+                stage,
+            );
             if stage == 0 {
                 gradient_full_0.wait_parity(phase);
             } else {
@@ -420,21 +416,16 @@ pub(crate) fn wide_key_value_gradient_kernel<
                 comptime!(dots_body.clone()),
                 blueprint,
             );
-            release(
-                done_address + 8 + stage * 4,
-                lane,
+            release_gradients(
+                word_address,
                 more,
-                last_plane,
                 stage,
+                walked,
                 &gradient_full_0,
                 &gradient_full_1,
                 output_gradient,
-                &mut gradient_tiles,
-                batch as i32,
-                next_head as i32,
-                (next_block * comptime!(block_q as u32)) as i32,
-                value_panels,
-                panel,
+                &mut tiles,
+                blueprint,
             );
             // For the statistics.
             if stage == 0 {
@@ -442,14 +433,24 @@ pub(crate) fn wide_key_value_gradient_kernel<
             } else {
                 query_full_1.wait_parity(phase);
             }
-            let weights = take_over::<S>(weights_at, stage, more, blueprint);
+            let first_query = (block * comptime!(block_q as u32)) as i32;
             let edge =
                 always || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
+            wait_filled(stage, units);
             let mut rounded = Vector::<u32, P>::new(0u32);
+            if edge {
+                rounded = take_over::<S, P>(products, weights_at, statistics_at, true, blueprint);
+            } else {
+                if comptime!(!always) {
+                    rounded =
+                        take_over::<S, P>(products, weights_at, statistics_at, false, blueprint);
+                }
+            }
+            if more {
+                arrive_emptied(stage, units);
+            }
             let mut way = 0u32;
             if edge {
-                rounded =
-                    gradients_by_key::<S, P>(weights, products, statistics_at, true, blueprint);
                 way = non_finite(
                     query_at,
                     block_q,
@@ -457,16 +458,6 @@ pub(crate) fn wide_key_value_gradient_kernel<
                     blueprint.warpgroups,
                     element,
                 );
-            } else {
-                if comptime!(!always) {
-                    rounded = gradients_by_key::<S, P>(
-                        weights,
-                        products,
-                        statistics_at,
-                        false,
-                        blueprint,
-                    );
-                }
             }
             if way == 0 {
                 acc = value_product::<P, K>(
@@ -480,32 +471,29 @@ pub(crate) fn wide_key_value_gradient_kernel<
                     acc,
                     rounded,
                     query_at,
-                    lane,
+                    unit_again() % 32,
                     block_q,
                     blueprint.head_dim,
                     element,
                 );
             }
             release_queries(
-                done_address + stage * 4,
-                lane,
+                word_address,
                 more,
                 stage,
+                walked,
                 &query_full_0,
                 &query_full_1,
                 query,
                 statistics,
-                &mut query_tiles,
-                &mut statistic_tiles,
-                batch,
-                next_head,
-                next_block,
-                &geometry,
+                &mut tiles,
+                &mut numbers,
+                geometry.heads,
                 blueprint,
             );
             block += 1;
             if block == end_block {
-                block = first_block;
+                block = word(word_address, FIRST_BLOCK);
                 head += 1;
             }
         }
@@ -513,7 +501,7 @@ pub(crate) fn wide_key_value_gradient_kernel<
         store_sums::<K>(
             acc,
             key_gradient,
-            load_shared(stash_address) as usize,
+            word(word_address, BATCH_HEAD) as usize,
             first_kv + row_of(unit),
             geometry.seq_kv,
             unit % 32,
@@ -522,6 +510,12 @@ pub(crate) fn wide_key_value_gradient_kernel<
             element,
         );
     }
+}
+
+/// Where a stage begins, in bytes: `bytes` each, from `first` after `address` on.
+#[cube]
+fn stage_of(address: u32, #[comptime] first: usize, #[comptime] bytes: usize, stage: u32) -> u32 {
+    address + comptime!(first as u32) + stage * comptime!(bytes as u32)
 }
 
 /// The product of the cube's own rows, partly in registers, with those of a block.
@@ -564,100 +558,4 @@ fn owned_fragments<H: Size>(
         }
     }
     fragments
-}
-
-/// The plane is done with a stage of queries; the last of the cube's planes refills it. Nobody waits.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-fn release_queries<E: Float>(
-    counter: u32,
-    lane: u32,
-    more: bool,
-    stage: u32,
-    full_0: &Shared<Barrier>,
-    full_1: &Shared<Barrier>,
-    query: &TensorMap<E, Tiled>,
-    statistics: &TensorMap<f32, Tiled>,
-    query_tiles: &mut Shared<[E]>,
-    statistic_tiles: &mut Shared<[f32]>,
-    batch: usize,
-    head: u32,
-    block: u32,
-    geometry: &Geometry,
-    #[comptime] blueprint: GradientBlueprint,
-) {
-    if retire(counter, lane, more, comptime!(blueprint.warpgroups * 4 - 1)) {
-        if stage == 0 {
-            load_queries(
-                full_0,
-                query,
-                statistics,
-                query_tiles,
-                statistic_tiles,
-                0usize,
-                batch,
-                head,
-                block,
-                geometry,
-                blueprint,
-            );
-        } else {
-            load_queries(
-                full_1,
-                query,
-                statistics,
-                query_tiles,
-                statistic_tiles,
-                1usize,
-                batch,
-                head,
-                block,
-                geometry,
-                blueprint,
-            );
-        }
-    }
-    sync_plane();
-}
-
-/// Asks for a block of queries of a head, with their statistics, to `stage`.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-fn load_queries<E: Float>(
-    full: &Shared<Barrier>,
-    query: &TensorMap<E, Tiled>,
-    statistics: &TensorMap<f32, Tiled>,
-    query_tiles: &mut Shared<[E]>,
-    statistic_tiles: &mut Shared<[f32]>,
-    #[comptime] stage: usize,
-    batch: usize,
-    head: u32,
-    block: u32,
-    geometry: &Geometry,
-    #[comptime] blueprint: GradientBlueprint,
-) {
-    let block_q = comptime!(blueprint.walked);
-    let panels = comptime!(blueprint.head_dim.div_ceil(64));
-    let panel = comptime!(block_q * 64);
-    let row = (block * comptime!(block_q as u32)) as i32;
-    full.arrive_and_expect_tx(1, comptime!((panels * panel * 2 + 3 * block_q * 4) as u32));
-    full.tma_load_3d(
-        statistics,
-        &mut statistic_tiles[comptime!(stage * blueprint.statistics())
-            ..comptime!((stage + 1) * blueprint.statistics())],
-        (batch * geometry.heads) as i32 + head as i32,
-        0i32,
-        row,
-    );
-    load_rows(
-        full,
-        query,
-        query_tiles,
-        comptime!(stage * panels * panel).runtime(),
-        batch as i32,
-        head as i32,
-        row,
-        panels,
-        panel,
-    );
 }
