@@ -20,6 +20,7 @@ pub(crate) fn specimens() -> Vec<Specimen> {
         [256, 256],
         [96, 96],
         [192, 128],
+        [136, 256],
         [40, 24],
     ] {
         for dtype in [Dtype::BF16, Dtype::F16] {

@@ -39,6 +39,10 @@
 //!         dK += dS^T Q
 //! ```
 //!
+//! Where heads are wide, two gradients of 64 keys are more than a warpgroup's registers hold. Then two
+//! warpgroups own the same keys: the one with scores sums `dV` and hands its weights, through shared
+//! memory, to the one with `dP`, which sums `dK`.
+//!
 //! A small kernel before them computes `D` and pads the row statistics: of transposed scores they vary
 //! along the columns, and come through shared memory with the queries.
 
