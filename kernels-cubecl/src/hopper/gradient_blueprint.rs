@@ -153,8 +153,7 @@ impl GradientBlueprint {
 
     /// The product of owned rows with walked ones over `dim` features, as text.
     pub(crate) fn dots(&self, dim: usize) -> String {
-        self.products(dim)
-            .held_scores(self.score_registers(), self.held())
+        self.products(dim).scores(self.score_registers())
     }
 
     /// The sum of walked rows of `dim` features, by weights in registers, as text.

@@ -6,7 +6,8 @@
 
 use super::gradient::{Position, quad_by_key, quad_gradient_by_key};
 use super::gradient_blueprint::GradientBlueprint;
-use super::instructions::*;
+use super::instructions::unit_again;
+use super::wide_instructions::*;
 use crate::schedule::Geometry;
 use cubecl::prelude::*;
 

@@ -36,12 +36,6 @@ const CLOSE: &str = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.alig
 impl Products {
     /// `S = Q K^T` of 64 queries; operands are the two descriptors, after `length` results.
     pub fn scores(&self, length: usize) -> String {
-        self.held_scores(length, 0)
-    }
-
-    /// The same with the queries of the first `held` steps of 16 features in registers, which follow
-    /// the descriptors.
-    pub fn held_scores(&self, length: usize, held: usize) -> String {
         let (n, element) = (self.block_kv, self.element);
         let results = registers(0, n / 2);
         let key_panel = n * 128;
@@ -51,15 +45,12 @@ impl Products {
         for step in 0..self.head_dim.div_ceil(16) {
             let at = |panel: usize| ((step / 4) * panel + (step % 4) * 32) / 16;
             let add = if step == 0 { "p0" } else { "p1" };
-            text += &format!("add.s64 b, %{}, {};\n", length + 1, at(key_panel));
-            let (query, transposed) = if step < held {
-                (registers(length + 2 + 4 * step, 4), "0")
-            } else {
-                text += &format!("add.s64 a, %{length}, {};\n", at(self.query_panel));
-                ("a".to_string(), "0, 0")
-            };
             text += &format!(
-                "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} {results}, {query}, b, {add}, {sign}, 1, {transposed};\n",
+                "add.s64 a, %{length}, {}; add.s64 b, %{}, {};\n\
+                 wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} {results}, a, b, {add}, {sign}, 1, 0, 0;\n",
+                at(self.query_panel),
+                length + 1,
+                at(key_panel),
             );
         }
         text + CLOSE
@@ -96,20 +87,6 @@ pub(crate) fn dot_product<S: Size>(
 ) -> Vector<f32, S> {
     let scores: Vector<f32, S>;
     gpu_asm!("/* {scores} {query} {key} */ {body}", query = in(_) query, key = in(_) key, scores = out(_) scores);
-    scores
-}
-
-/// [`dot_product`] with some of the queries in registers.
-#[cube]
-pub(crate) fn held_product<H: Size, S: Size>(
-    query: u64,
-    key: u64,
-    held: Vector<u32, H>,
-    #[comptime] body: String,
-) -> Vector<f32, S> {
-    let held = by_value::<Vector<u32, H>>(held);
-    let scores: Vector<f32, S>;
-    gpu_asm!("/* {scores} {query} {key} {held} */ {body}", query = in(_) query, key = in(_) key, held = in(_) held, scores = out(_) scores);
     scores
 }
 
@@ -248,35 +225,6 @@ pub(crate) fn load_shared_pair(address: u32) -> Vector<f32, Const<2>> {
     let y: Vector<f32, Const<2>>;
     gpu_asm!("/* {y} {a} */ ld.shared.v2.f32 {{%0, %1}}, [%2];", a = in(_) a, y = out(_) y);
     y
-}
-
-/// Four numbers to shared memory, at a multiple of 16 bytes.
-#[cube]
-pub(crate) fn store_shared_quad(address: u32, numbers: Vector<f32, Const<4>>) {
-    let a = by_value::<u32>(address);
-    let x = by_value::<Vector<f32, Const<4>>>(numbers);
-    gpu_asm!("/* {a} {x} */ st.shared.v4.f32 [%0], {{%1, %2, %3, %4}};", a = in(_) a, x = in(_) x);
-}
-
-/// Four neighbouring numbers in shared memory, at a multiple of 16 bytes.
-#[cube]
-pub(crate) fn load_shared_quad(address: u32) -> Vector<f32, Const<4>> {
-    let a = by_value::<u32>(address);
-    let y: Vector<f32, Const<4>>;
-    gpu_asm!("/* {y} {a} */ ld.shared.v4.f32 {{%0, %1, %2, %3}}, [%4];", a = in(_) a, y = out(_) y);
-    y
-}
-
-/// Says at named barrier `id` that `units` of the cube may go on that wait there.
-#[cube]
-pub(crate) fn barrier_arrive(#[comptime] id: u32, #[comptime] units: u32) {
-    gpu_asm!("barrier.cta.arrive.aligned {id}, {units};");
-}
-
-/// Waits at named barrier `id` for the others of `units`.
-#[cube]
-pub(crate) fn barrier_wait(#[comptime] id: u32, #[comptime] units: u32) {
-    gpu_asm!("barrier.cta.sync.aligned {id}, {units};");
 }
 
 /// `UNIT_POS`, read again instead of kept in a register.

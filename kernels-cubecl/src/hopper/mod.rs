@@ -63,6 +63,7 @@ mod pipeline;
 mod query_gradient;
 mod softmax;
 mod statistics;
+mod wide_instructions;
 mod wide_key_value_gradient;
 mod wide_pipeline;
 

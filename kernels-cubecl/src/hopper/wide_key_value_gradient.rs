@@ -17,6 +17,7 @@ use super::gradient_blueprint::GradientBlueprint;
 use super::handover::*;
 use super::instructions::*;
 use super::pipeline::{load_stage, row_of};
+use super::wide_instructions::{held_product, held_rows, held_scores};
 use super::wide_pipeline::*;
 use crate::schedule::{Geometry, queries_of_block, wholly_visible};
 use cubecl::prelude::barrier::Barrier;
@@ -204,13 +205,13 @@ pub(crate) fn wide_key_value_gradient_kernel<
     let mut block = first_block;
 
     if warpgroup == 0 {
-        let dots_body = comptime!(blueprint.dots(blueprint.head_dim));
+        let dots_body = comptime!(held_scores(&blueprint, blueprint.head_dim));
         let sum_body = comptime!(blueprint.sums(blueprint.value_dim));
         let mut acc = Vector::<f32, V>::new(0.0f32);
         let mut held = Vector::<u32, H>::new(0u32);
         if count > 0 {
             key_full.wait_parity(0u32);
-            held = owned_fragments::<H>(tile_address, blueprint.head_dim, blueprint);
+            held = held_rows::<H>(tile_address, blueprint.head_dim, blueprint);
         }
         for n in 0..count {
             let stage = n % 2;
@@ -242,13 +243,8 @@ pub(crate) fn wide_key_value_gradient_kernel<
             } else {
                 query_full_1.wait_parity(phase);
             }
-            let dots = owned_product::<H, S>(
-                tile_address,
-                query_at,
-                held,
-                comptime!(dots_body.clone()),
-                blueprint,
-            );
+            let dots =
+                held_product::<H, S>(tile_address, query_at, held, comptime!(dots_body.clone()));
             let edge =
                 always || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
             if n >= 2 {
@@ -372,13 +368,13 @@ pub(crate) fn wide_key_value_gradient_kernel<
         );
     } else {
         let value_address = tile_address + comptime!((layout.value * 2) as u32);
-        let dots_body = comptime!(blueprint.dots(blueprint.value_dim));
+        let dots_body = comptime!(held_scores(&blueprint, blueprint.value_dim));
         let sum_body = comptime!(blueprint.sums(blueprint.head_dim));
         let mut acc = Vector::<f32, K>::new(0.0f32);
         let mut held = Vector::<u32, H>::new(0u32);
         if count > 0 {
             value_full.wait_parity(0u32);
-            held = owned_fragments::<H>(value_address, blueprint.value_dim, blueprint);
+            held = held_rows::<H>(value_address, blueprint.value_dim, blueprint);
         }
         for n in 0..count {
             let stage = n % 2;
@@ -409,12 +405,11 @@ pub(crate) fn wide_key_value_gradient_kernel<
             } else {
                 gradient_full_1.wait_parity(phase);
             }
-            let products = owned_product::<H, S>(
+            let products = held_product::<H, S>(
                 value_address,
                 gradient_at,
                 held,
                 comptime!(dots_body.clone()),
-                blueprint,
             );
             release_gradients(
                 word_address,
@@ -516,46 +511,4 @@ pub(crate) fn wide_key_value_gradient_kernel<
 #[cube]
 fn stage_of(address: u32, #[comptime] first: usize, #[comptime] bytes: usize, stage: u32) -> u32 {
     address + comptime!(first as u32) + stage * comptime!(bytes as u32)
-}
-
-/// The product of the cube's own rows, partly in registers, with those of a block.
-#[cube]
-fn owned_product<H: Size, S: Size>(
-    owned: u32,
-    walked: u32,
-    held: Vector<u32, H>,
-    #[comptime] body: String,
-    #[comptime] blueprint: GradientBlueprint,
-) -> Vector<f32, S> {
-    if comptime!(blueprint.held() == 0) {
-        dot_product::<S>(row_descriptor(owned), row_descriptor(walked), body)
-    } else {
-        held_product::<H, S>(row_descriptor(owned), row_descriptor(walked), held, body)
-    }
-}
-
-/// What a unit holds of the cube's own 64 rows as a product's operand.
-#[cube]
-fn owned_fragments<H: Size>(
-    address: u32,
-    #[comptime] dim: usize,
-    #[comptime] blueprint: GradientBlueprint,
-) -> Vector<u32, H> {
-    let unit = unit_again();
-    let row = row_of(unit) as u32;
-    let mut fragments = Vector::<u32, H>::new(0u32);
-    #[unroll]
-    for step in 0..comptime!(usize::min(blueprint.held(), dim.div_ceil(16))) {
-        #[unroll]
-        for n in 0..4usize {
-            // Rows eight apart, then features; 16-byte chunks of a row are swizzled by the row.
-            let at = address + comptime!((step / 4 * 8192 + n % 2 * 1024) as u32) + row * 128;
-            let chunk = comptime!((step % 4 * 2 + n / 2) as u32) ^ (row % 8);
-            fragments.insert(
-                comptime!(4 * step + n),
-                load_shared(at + chunk * 16 + (unit % 4) * 4),
-            );
-        }
-    }
-    fragments
 }
