@@ -61,16 +61,6 @@ pub enum Declined {
         /// Its size.
         given: usize,
     },
-    /// A dimension too wide for a unit's registers.
-    #[error("{dimension} is {given}, expected at most {expected} for gradients")]
-    Wide {
-        /// `head_dim` or `value_dim`.
-        dimension: &'static str,
-        /// Its size.
-        given: usize,
-        /// The widest.
-        expected: usize,
-    },
     /// A scale that leaves no finite factor for base-two exponents.
     #[error("scale is {given}, expected one whose size is a normal f32, with log2(e) too")]
     Scale {

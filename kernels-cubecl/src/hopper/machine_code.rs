@@ -2,10 +2,11 @@
 
 use super::blueprint::{ForwardBlueprint, variants};
 use super::forward::forward_kernel;
-use super::gradient_blueprint::{GradientBlueprint, gradient_variants};
+use super::gradient_blueprint::{Division, GradientBlueprint, gradient_variants};
 use super::key_value_gradient::key_value_gradient_kernel;
 use super::query_gradient::query_gradient_kernel;
 use super::statistics::statistics_kernel;
+use super::wide_key_value_gradient::wide_key_value_gradient_kernel;
 use crate::device::elem_type;
 use crate::machine_code::Specimen;
 use cubecl::ir::{AddressType, ElemType, UIntKind};
@@ -19,6 +20,7 @@ pub(crate) fn specimens() -> Vec<Specimen> {
         [256, 256],
         [96, 96],
         [192, 128],
+        [136, 256],
         [40, 24],
     ] {
         for dtype in [Dtype::BF16, Dtype::F16] {
@@ -34,9 +36,6 @@ pub(crate) fn specimens() -> Vec<Specimen> {
             };
             let full = problem(dims, dtype, true, options);
             all.push(forward(variants(&full)[0], true, dtype));
-            if dims[0].max(dims[1]) > 128 {
-                continue;
-            }
             for (problem, masked, count) in [(&plain, false, count), (&full, true, 1)] {
                 let (query, key_value) = gradient_variants(problem);
                 for blueprint in query.into_iter().take(count) {
@@ -111,11 +110,16 @@ fn forward(blueprint: ForwardBlueprint, masked: bool, dtype: Dtype) -> Specimen 
 
 fn gradient_name(kernel: &str, b: &GradientBlueprint, masked: bool, dtype: Dtype) -> String {
     format!(
-        "hopper {kernel} {dtype} d{}v{} {}x64x{}{}{}{}",
+        "hopper {kernel} {dtype} d{}v{} {}x{}x{}{}{}{}{}",
         b.head_dim,
         b.value_dim,
         b.warpgroups,
+        b.owned() / b.warpgroups as usize,
         b.walked,
+        match b.held() {
+            0 => String::new(),
+            held => format!(" held {held}"),
+        },
         if masked { " mask" } else { "" },
         if b.biased { " bias" } else { "" },
         if b.capped { " softcap" } else { "" },
@@ -154,6 +158,9 @@ fn query_gradient(b: GradientBlueprint, masked: bool, dtype: Dtype) -> Specimen 
 
 #[allow(clippy::unit_arg)]
 fn key_value_gradient(b: GradientBlueprint, masked: bool, dtype: Dtype) -> Specimen {
+    if let Division::Gradients { .. } = b.division {
+        return wide_key_value_gradient(b, masked, dtype);
+    }
     let name = gradient_name("key value gradient", &b, masked, dtype);
     Specimen::new(name, 90, move |offline| {
         Box::new(key_value_gradient_kernel::KeyValueGradientKernel::new(
@@ -179,6 +186,40 @@ fn key_value_gradient(b: GradientBlueprint, masked: bool, dtype: Dtype) -> Speci
             elem_type(dtype),
             ElemType::UInt(UIntKind::U8),
         ))
+    })
+    .only()
+}
+
+#[allow(clippy::unit_arg)]
+fn wide_key_value_gradient(b: GradientBlueprint, masked: bool, dtype: Dtype) -> Specimen {
+    let name = gradient_name("wide key value gradient", &b, masked, dtype);
+    Specimen::new(name, 90, move |offline| {
+        Box::new(
+            wide_key_value_gradient_kernel::WideKeyValueGradientKernel::new(
+                offline.settings(b.units(), AddressType::U32),
+                offline.properties.clone(),
+                offline.target.clone(),
+                (),
+                (),
+                (),
+                (),
+                (),
+                offline.optional(masked),
+                offline.optional(b.biased),
+                offline.buffer(),
+                offline.buffer(),
+                offline.geometry(),
+                offline.index(),
+                b.score_registers(),
+                b.weight_registers(),
+                b.key_registers(),
+                b.value_registers(),
+                b.held_registers(),
+                b,
+                elem_type(dtype),
+                ElemType::UInt(UIntKind::U8),
+            ),
+        )
     })
     .only()
 }

@@ -39,6 +39,10 @@
 //!         dK += dS^T Q
 //! ```
 //!
+//! Where heads are wide, two gradients of 64 keys are more than a warpgroup's registers hold. Then two
+//! warpgroups own the same keys: the one with scores sums `dV` and hands its weights, through shared
+//! memory, to the one with `dP`, which sums `dK`.
+//!
 //! A small kernel before them computes `D` and pads the row statistics: of transposed scores they vary
 //! along the columns, and come through shared memory with the queries.
 
@@ -47,20 +51,25 @@ mod careful;
 mod forward;
 mod gradient;
 mod gradient_blueprint;
+mod handover;
 mod instructions;
 mod key_value_gradient;
 mod launch;
 mod launch_backward;
+mod launch_wide;
 #[cfg(feature = "machine-code")]
 mod machine_code;
 mod pipeline;
 mod query_gradient;
 mod softmax;
 mod statistics;
+mod wide_instructions;
+mod wide_key_value_gradient;
+mod wide_pipeline;
 
 pub use blueprint::{Declined, ForwardBlueprint, check_layout, plan_forward, variants};
 pub use gradient_blueprint::{
-    BackwardBlueprint, GradientBlueprint, gradient_variants, plan_backward,
+    BackwardBlueprint, Division, GradientBlueprint, gradient_variants, plan_backward,
 };
 pub use launch::{attention_forward, check_operands};
 pub use launch_backward::{attention_backward, check_gradient_operands};

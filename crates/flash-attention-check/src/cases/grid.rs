@@ -25,6 +25,7 @@ pub fn grid(full: bool) -> Vec<Case> {
     cases.extend(keys_without_rows());
     cases.extend(block_bounds());
     cases.extend(many_blocks());
+    cases.extend(wide_heads());
     cases.extend(windows());
     cases.extend(layouts());
     cases.extend(grouped_heads());
@@ -239,6 +240,31 @@ fn many_blocks() -> Vec<Case> {
             .causal()
             .poison(250..252, f64::NAN),
         case("bias for each key", [128, 128]).bias(Bias::Uniform([true, true, true, false])),
+    ]
+}
+
+fn wide_heads() -> Vec<Case> {
+    let catches =
+        "Heads too wide for a kernel's registers meet blocks or options it shares out wrongly.";
+    let case = |name: &str, dims: [usize; 2]| {
+        let name = format!("wide heads, 230 x 201 positions: {name}");
+        Case::new(name, catches, [1, 4, 2, 230, 201, dims[0], dims[1]]).loss(Loss::Both)
+    };
+    vec![
+        case("all keys", [256, 256]),
+        case("causal and window", [192, 128])
+            .causal()
+            .window(Some(90), None),
+        case("soft cap, causal", [256, 64]).softcap(1.5).causal(),
+        case("every option", [136, 256])
+            .causal()
+            .window(Some(150), None)
+            .mask(Mask::Random(FULL))
+            .bias(Bias::Uniform([true, false, false, false]))
+            .softcap(1.5),
+        case("NaN that causal shows to some queries", [256, 200])
+            .causal()
+            .poison(130..132, f64::NAN),
     ]
 }
 
