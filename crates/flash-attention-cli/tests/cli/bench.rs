@@ -193,3 +193,16 @@ fn a_point_that_takes_longer_than_the_limit_is_not_begun() {
     let says = "error: 1 of 1 points were not measured within the time limit";
     assert_eq!(error, says);
 }
+
+/// Catches samples that go on past the limit, and a point that hides how few it has.
+#[test]
+#[cfg(feature = "flex")]
+fn samples_end_with_the_time_and_are_counted() {
+    let start = std::time::Instant::now();
+    let text = stdout("bench --device flex --seq 64 --samples 1000000 --time-limit 5");
+    assert!(start.elapsed().as_secs() < 30, "{text}");
+    assert!(
+        text.contains(" of 1000000 samples in time: causal training"),
+        "{text}"
+    );
+}

@@ -61,7 +61,7 @@ fn a_misspelt_argument_gets_a_hint() {
         ("devicse", "a similar subcommand exists: 'devices'"),
         ("run --softcup 2", "a similar argument exists: '--softcap'"),
         ("check --dtype f32x", "possible values: f32, f16, bf16"),
-        ("bench --grid smal", "a similar value exists: 'small'"),
+        ("bench --grid smallest", "a similar value exists: 'small'"),
     ] {
         let error = usage(arguments);
         assert!(error.contains(tips), "attn {arguments}: {error}");
