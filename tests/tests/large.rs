@@ -250,13 +250,7 @@ fn a_bias_over_many_heads() {
         let result = try_flash_attention(query, key, value, &options).map(|output| {
             let gradients = (output * gradient).sum().backward();
             let got = numbers(bias.grad(&gradients).expect("a gradient"));
-            let inputs = Inputs {
-                query: &q,
-                key: &k,
-                value: &v,
-                mask: None,
-                bias: Some(&b),
-            };
+            let inputs = Inputs::new(&q, &k, &v).bias(b.as_slice());
             let exact = backward(&problem, &inputs, &g, None).bias.unwrap();
             let pairs = got.iter().zip(&exact);
             let error: f64 = pairs
