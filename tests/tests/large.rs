@@ -55,7 +55,7 @@ fn limits(dtype: Dtype) -> [f64; 2] {
 
 fn numbers(tensor: Tensor<4>) -> Vec<f32> {
     let data = tensor.into_data().convert_dtype(DType::F32);
-    data.into_vec().expect("f32 numbers")
+    data.try_into_vec().expect("f32 numbers")
 }
 
 fn head_of(tensor: &Tensor<4>, batch: usize, head: usize) -> Vec<f32> {
