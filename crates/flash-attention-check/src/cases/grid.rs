@@ -304,10 +304,7 @@ fn layouts() -> Vec<Case> {
             .loss(Loss::Plain)
             .gradient_layout(layout)
     };
-    let no_bias = Wanted {
-        bias: false,
-        ..Wanted::ALL
-    };
+    let no_bias = Wanted::ALL.bias(false);
     let masked = |case: Case| {
         case.mask(Mask::Random([true, true, false, false]))
             .bias(Bias::Uniform([true, false, false, false]))
@@ -345,12 +342,11 @@ fn gradient_subsets() -> Vec<Case> {
     (0..16_u8)
         .map(|bits| {
             let wants = |n: u8| bits & (1 << n) != 0;
-            let wanted = Wanted {
-                query: wants(0),
-                key: wants(1),
-                value: wants(2),
-                bias: wants(3),
-            };
+            let wanted = Wanted::NONE
+                .query(wants(0))
+                .key(wants(1))
+                .value(wants(2))
+                .bias(wants(3));
             let name = format!(
                 "gradients wanted: q {} k {} v {} bias {}",
                 wanted.query, wanted.key, wanted.value, wanted.bias
