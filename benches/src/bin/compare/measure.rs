@@ -126,7 +126,7 @@ enum Inputs {
         output_gradient: Option<Tensor<4>>,
     },
     Layer {
-        layer: Layer,
+        layer: Box<Layer>,
         x: Tensor<4>,
         output_gradient: Tensor<4>,
     },
@@ -149,7 +149,7 @@ impl Inputs {
             return Self::Layer {
                 x: tensor(workload.layer_shape()),
                 output_gradient: tensor(workload.layer_shape()),
-                layer: Layer::new(workload, tensor),
+                layer: Box::new(Layer::new(workload, tensor)),
             };
         }
         let (query, key) = (workload.query_shape(), workload.key_shape());
