@@ -118,18 +118,12 @@ struct Call {
 }
 
 /// What a call reads, without autodiff.
-enum Inputs {
-    Attention {
-        /// Query, key and value.
-        operands: [Tensor<4>; 3],
-        /// Gradient of the loss with respect to the output, of a training pass.
-        output_gradient: Option<Tensor<4>>,
-    },
-    Layer {
-        layer: Box<Layer>,
-        x: Tensor<4>,
-        output_gradient: Tensor<4>,
-    },
+struct Inputs {
+    /// Query, key and value; or what goes into the layer.
+    operands: Vec<Tensor<4>>,
+    /// Gradient of the loss with respect to the output, of all but a forward pass.
+    output_gradient: Option<Tensor<4>>,
+    layer: Option<Layer>,
 }
 
 impl Inputs {
@@ -145,42 +139,34 @@ impl Inputs {
             let data = TensorData::new(values, shape).convert_dtype(dtype);
             Tensor::from_data(data, (device, dtype))
         };
-        if workload.pass == Pass::Layer {
-            return Self::Layer {
-                x: tensor(workload.layer_shape()),
-                output_gradient: tensor(workload.layer_shape()),
-                layer: Box::new(Layer::new(workload, tensor)),
-            };
-        }
         let (query, key) = (workload.query_shape(), workload.key_shape());
-        Self::Attention {
-            operands: [query, key, key].map(&mut tensor),
-            output_gradient: (workload.pass == Pass::Training).then(|| tensor(query)),
+        let (shapes, output) = match workload.pass {
+            Pass::Layer => (vec![workload.layer_shape()], Some(workload.layer_shape())),
+            Pass::Training => (vec![query, key, key], Some(query)),
+            Pass::Forward => (vec![query, key, key], None),
+        };
+        Self {
+            operands: shapes.into_iter().map(&mut tensor).collect(),
+            output_gradient: output.map(&mut tensor),
+            layer: (workload.pass == Pass::Layer).then(|| Layer::new(workload, tensor)),
         }
     }
 }
 
 /// One call: the results in the order of [`Workload::outputs`], without autodiff.
 fn compute(who: Implementation, workload: &Workload, inputs: &Inputs) -> Outcome<Vec<Tensor<4>>> {
-    let (operands, output_gradient) = match inputs {
-        Inputs::Layer {
-            layer,
-            x,
-            output_gradient,
-        } => {
-            let attend = |query, key, value| attend(who, workload, query, key, value);
-            return Ok(layer.step(workload, x, output_gradient, attend)?.into());
-        }
-        Inputs::Attention {
-            operands,
-            output_gradient,
-        } => (operands.clone(), output_gradient),
+    let operand = |n: usize| inputs.operands[n].clone();
+    let Some(output_gradient) = &inputs.output_gradient else {
+        let output = attend(who, workload, operand(0), operand(1), operand(2))?;
+        return Ok(vec![output]);
     };
-    let Some(output_gradient) = output_gradient else {
-        let [query, key, value] = operands;
-        return Ok(vec![attend(who, workload, query, key, value)?]);
-    };
-    let leaves = operands.map(|operand| operand.autodiff().require_grad());
+    if let Some(layer) = &inputs.layer {
+        let attend = |query, key, value| attend(who, workload, query, key, value);
+        let step = layer.step(workload, &operand(0), output_gradient, attend)?;
+        return Ok(step.into());
+    }
+    let leaf = |n: usize| operand(n).autodiff().require_grad();
+    let leaves = [leaf(0), leaf(1), leaf(2)];
     let [query, key, value] = leaves.clone();
     let output = attend(who, workload, query, key, value)?;
     // Its derivative is `output_gradient` itself, at the cost of two products by element.
