@@ -1,7 +1,7 @@
 //! What a device can do, as plain data read once from its client.
 
 use cubecl::features::{MmaConfig, Tma, TypeUsage};
-use cubecl::ir::{ElemType, FloatKind};
+use cubecl::ir::{DeviceProperties, ElemType, FloatKind};
 use cubecl::prelude::*;
 use flash_attention_spec::Dtype;
 
@@ -57,7 +57,11 @@ pub fn elem_type(dtype: Dtype) -> ElemType {
 impl Device {
     /// Reads the limits of `client`'s device.
     pub fn read(client: &Client) -> Self {
-        let properties = client.properties();
+        Self::describe(client.name(), client.properties())
+    }
+
+    /// The limits in `properties`, as the runtime of that name reports them.
+    pub(crate) fn describe(runtime: &'static str, properties: &DeviceProperties) -> Self {
         let hardware = &properties.hardware;
         let dtypes = Dtype::ALL
             .into_iter()
@@ -77,7 +81,7 @@ impl Device {
             .collect();
         Self {
             hardware: properties.identity.name.clone(),
-            compiler: compiler(client.name(), properties.features.copy_async),
+            compiler: compiler(runtime, properties.features.copy_async),
             plane_size: (hardware.plane_size_min, hardware.plane_size_max),
             shared_memory: hardware.max_shared_memory_size,
             units: hardware.max_units_per_cube.min(hardware.max_cube_dim.0),

@@ -92,7 +92,7 @@ fn two_cubes_share_a_multiprocessor_where_there_is_room() {
     let expected = Blocks {
         warps: 4,
         row_tiles: 2,
-        walked: 64,
+        walked: 48,
         stages: 2,
         prefetch: true,
     };

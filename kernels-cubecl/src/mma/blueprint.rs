@@ -247,17 +247,28 @@ const fn staged_twice(warps: usize, row_tiles: usize, walked: usize) -> Blocks {
 }
 
 /// The last of each fits every device that has the instructions.
-const FORWARD: [(usize, &[Blocks], &[Blocks]); 3] = [
+const FORWARD: [(usize, &[Blocks], &[Blocks]); 4] = [
     (
         64,
         &[staged_twice(4, 2, 64), blocks(4, 2, 64), blocks(4, 1, 32)],
         &[blocks(4, 2, 64), blocks(4, 1, 32)],
     ),
     (
-        128,
+        96,
         &[
             staged_twice(4, 2, 64),
             blocks(4, 2, 64),
+            blocks(4, 2, 32),
+            blocks(4, 1, 32),
+        ],
+        &[blocks(4, 2, 32), blocks(4, 1, 32)],
+    ),
+    // Scores of 64 keys beside outputs of 128 features leave too few registers.
+    (
+        128,
+        &[
+            staged_twice(4, 2, 48),
+            staged_twice(4, 2, 32),
             blocks(4, 2, 32),
             blocks(4, 1, 32),
         ],
@@ -283,13 +294,8 @@ const QUERY_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
     ),
     (
         256,
-        &[
-            staged_twice(4, 1, 32),
-            blocks(4, 1, 32),
-            blocks(4, 1, 16),
-            blocks(2, 1, 16),
-        ],
-        &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[staged_twice(4, 1, 32), blocks(4, 1, 32), blocks(4, 1, 16)],
+        &[blocks(4, 1, 16)],
     ),
 ];
 
@@ -311,30 +317,10 @@ const KEY_VALUE_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
     ),
     (
         256,
-        &[
-            staged_twice(4, 1, 32),
-            blocks(4, 1, 32),
-            blocks(4, 1, 16),
-            blocks(2, 1, 16),
-        ],
-        &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[staged_twice(4, 1, 32), blocks(4, 1, 32), blocks(4, 1, 16)],
+        &[blocks(4, 1, 16)],
     ),
 ];
-
-/// The blocks that [`plan`] chooses from, the preferred first.
-#[cfg(feature = "machine-code")]
-pub(super) fn all_blocks(
-    kernel: &str,
-    widest: usize,
-    asynchronous: bool,
-) -> impl Iterator<Item = Blocks> {
-    let table = match kernel {
-        "forward" => &FORWARD,
-        "query gradient" => &QUERY_GRADIENT,
-        _ => &KEY_VALUE_GRADIENT,
-    };
-    candidates(widest, asynchronous, table)
-}
 
 fn candidates(
     widest: usize,
@@ -348,7 +334,7 @@ fn candidates(
 }
 
 fn smallest(problem: &Problem) -> usize {
-    let blocks = blocks(2, 1, 16);
+    let blocks = blocks(4, 1, 16);
     forward_shared_memory(problem, &blocks)
         .max(query_gradient_shared_memory(problem, &blocks))
         .max(key_value_gradient_shared_memory(problem, &blocks))
@@ -399,6 +385,27 @@ pub(crate) struct Config {
 }
 
 impl Config {
+    /// The kernel of `problem` with blocks of `blueprint`, whose operands are read in vectors.
+    pub(crate) fn of(
+        problem: &Problem,
+        blueprint: &Blueprint,
+        blocks: Blocks,
+        vector: usize,
+    ) -> Self {
+        Self {
+            blocks,
+            head_dim: problem.head_dim,
+            value_dim: problem.value_dim,
+            vector,
+            capped: problem.softcap.is_some(),
+            biased: problem.bias.is_some(),
+            negative: problem.scale < 0.0,
+            assembly: blueprint.assembly,
+            asynchronous: blueprint.asynchronous,
+            bf16: problem.dtype == Dtype::BF16,
+        }
+    }
+
     /// Whether the score of a visible key is its dot product times the scale.
     pub(crate) const fn plain(&self) -> bool {
         !self.capped && !self.biased

@@ -5,9 +5,9 @@
 //! shared memory, and added from global memory to those results alone whose weight is not 0.
 
 use super::blueprint::Config;
-use super::fragment::{Accumulator, Chunk, Pair, chunks, pitch};
+use super::fragment::{Accumulator, CHUNK, Chunk, Pair, chunks, pitch};
 use super::softmax::{exponent, power};
-use super::stage::{Rows, Staging, load_chunk};
+use super::stage::{Rows, Staging};
 use cubecl::prelude::*;
 
 /// Flags of a tile's rows, and one more: whether any is raised.
@@ -39,15 +39,13 @@ pub(crate) fn flag_rows<E: Float>(
     #[comptime] staging: Staging,
 ) {
     let width = comptime!(chunks(staging.dim));
-    for n in 0..comptime!(staging.steps()) {
-        let index = n * staging.units + UNIT_POS as usize;
-        if index < comptime!(staging.chunks()) {
-            let row = index / width;
-            let chunk = tile[slot + row * comptime!(pitch(staging.dim)) + index % width];
-            if has_non_finite(chunk, exponent) {
-                flags[row] = 1u32;
-                flags[staging.rows] = 1u32;
-            }
+    // Of an unknown number of steps: compilers would unroll them, and keep every address.
+    for index in range_stepped(UNIT_POS as usize, staging.chunks(), staging.units) {
+        let row = index / width;
+        let chunk = tile[slot + row * comptime!(pitch(staging.dim)) + index % width];
+        if has_non_finite(chunk, exponent) {
+            flags[row] = 1u32;
+            flags[staging.rows] = 1u32;
         }
     }
 }
@@ -61,14 +59,11 @@ pub(crate) fn clear_flagged_rows<E: Float>(
     #[comptime] staging: Staging,
 ) {
     let width = comptime!(chunks(staging.dim));
-    for n in 0..comptime!(staging.steps()) {
-        let index = n * staging.units + UNIT_POS as usize;
-        if index < comptime!(staging.chunks()) {
-            let row = index / width;
-            if flags[row] != 0 {
-                tile[slot + row * comptime!(pitch(staging.dim)) + index % width] =
-                    Chunk::new(E::from_int(0));
-            }
+    for index in range_stepped(UNIT_POS as usize, staging.chunks(), staging.units) {
+        let row = index / width;
+        if flags[row] != 0 {
+            tile[slot + row * comptime!(pitch(staging.dim)) + index % width] =
+                Chunk::new(E::from_int(0));
         }
     }
 }
@@ -122,24 +117,9 @@ pub(crate) fn add_flagged_rows<E: Float, N: Size>(
             }
             #[unroll]
             for n in 0..comptime!(chunks(staging.dim)) {
-                let chunk = load_chunk(
-                    x,
-                    rows,
-                    first_row + j as i32,
-                    n,
-                    staging.dim,
-                    staging.vector,
-                );
-                let mut even = 0.0f32;
-                let mut odd = 0.0f32;
-                #[unroll]
-                for part in 0..4usize {
-                    let here = lane % 4 == part as u32;
-                    let first = f32::cast_from(chunk.extract(comptime!(2 * part)));
-                    let second = f32::cast_from(chunk.extract(comptime!(2 * part + 1)));
-                    even = select(here, first, even);
-                    odd = select(here, second, odd);
-                }
+                let feature = comptime!(n * CHUNK) + (lane % 4 * 2) as usize;
+                let pair = load_pair(x, rows, first_row + j as i32, feature, staging);
+                let (even, odd) = (pair.extract(0usize), pair.extract(1usize));
                 #[unroll]
                 for r in 0..row_tiles {
                     let tile = out.index_mut(comptime!(r * chunks(staging.dim) + n));
@@ -164,6 +144,33 @@ pub(crate) fn add_flagged_rows<E: Float, N: Size>(
             }
         }
     }
+}
+
+/// Two neighbouring features of a row: what a lane's accumulators have of it.
+#[cube]
+fn load_pair<E: Float, N: Size>(
+    x: &Tensor<Vector<E, N>>,
+    rows: Rows,
+    row: i32,
+    feature: usize,
+    #[comptime] staging: Staging,
+) -> Pair<f32> {
+    let mut pair = Pair::<f32>::new(0.0f32);
+    if row < rows.count && feature < staging.dim {
+        let at = rows.base + row as usize * rows.stride;
+        if comptime!(staging.vector == 1) {
+            let first = x[at + feature * rows.step].extract(0usize);
+            pair.insert(0usize, f32::cast_from(first));
+            if feature + 1 < staging.dim {
+                let second = x[at + (feature + 1) * rows.step].extract(0usize);
+                pair.insert(1usize, f32::cast_from(second));
+            }
+        } else {
+            let pairs = x.as_slice().with_vector_size::<Const<2>>();
+            pair = Pair::cast_from(pairs[(at + feature) / 2]);
+        }
+    }
+    pair
 }
 
 /// Whether an element has all exponent bits set. `exponent` holds those bits for both halves of a

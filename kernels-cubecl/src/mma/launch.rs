@@ -14,7 +14,7 @@ use crate::schedule::GeometryLaunch;
 use cubecl::ir::{AddressType, ElemType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use flash_attention_spec::{Dtype, Problem, Wanted};
+use flash_attention_spec::{Problem, Wanted};
 
 /// The output `[batch, heads, seq_q, value_dim]` and the statistics `[2, batch, heads, seq_q]` in
 /// `f32` (row maximum, logarithm of the sum of `exp(score - maximum)`), both packed.
@@ -260,18 +260,7 @@ impl<'a> Launch<'a> {
     }
 
     fn config(&self, blocks: Blocks) -> Config {
-        Config {
-            blocks,
-            head_dim: self.problem.head_dim,
-            value_dim: self.problem.value_dim,
-            vector: self.vector,
-            capped: self.problem.softcap.is_some(),
-            biased: self.problem.bias.is_some(),
-            negative: self.problem.scale < 0.0,
-            assembly: self.blueprint.assembly,
-            asynchronous: self.blueprint.asynchronous,
-            bf16: self.problem.dtype == Dtype::BF16,
-        }
+        Config::of(self.problem, self.blueprint, blocks, self.vector)
     }
 
     fn count(&self, cubes: usize) -> CubeCount {

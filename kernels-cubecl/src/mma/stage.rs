@@ -84,7 +84,7 @@ impl Staging {
 /// Eight features of a row; 0 past the last row and past the last feature, so that memory outside
 /// the operand is never read.
 #[cube]
-pub(crate) fn load_chunk<E: Float, N: Size>(
+fn load_chunk<E: Float, N: Size>(
     x: &Tensor<Vector<E, N>>,
     rows: Rows,
     row: i32,
@@ -128,51 +128,33 @@ pub(crate) fn issue<E: Float, N: Size>(
     #[comptime] staging: Staging,
 ) {
     if comptime!(staging.asynchronous) {
+        // A unit keeps its column: one address, and constant distances from it. Where rows are no
+        // power of two of chunks, the last units have none.
         let width = comptime!(chunks(staging.dim));
-        let unit = UNIT_POS as usize;
-        if comptime!(staging.units.is_multiple_of(width)) {
-            // A unit keeps its column: one address, and constant distances from it.
-            let step = comptime!(staging.units / width);
-            let row = unit / width;
-            let chunk = unit % width;
+        let step = comptime!(staging.units / width);
+        let row = UNIT_POS as usize / width;
+        let chunk = UNIT_POS as usize % width;
+        if comptime!(staging.units.is_multiple_of(width)) || row < step {
             let in_row = comptime!(staging.dim.is_multiple_of(16)) || chunk * CHUNK < staging.dim;
             let first = first_row + row as i32;
-            let from = rows.base + first as usize * rows.stride + chunk * CHUNK;
+            let from = rows.base + chunk * CHUNK;
             let to = slot + row * comptime!(pitch(staging.dim)) + chunk;
             let to = shared_address::<Chunk<E>>(tile[to..to + 1].as_ptr());
             #[unroll]
-            for n in 0..comptime!(staging.steps()) {
+            for n in 0..comptime!(staging.rows.div_ceil(step)) {
                 if comptime!((n + 1) * step <= staging.rows)
                     || row < comptime!(staging.rows - n * step)
                 {
-                    let inside = in_row && first + comptime!((n * step) as i32) < rows.count;
+                    let i = first + comptime!((n * step) as i32);
+                    let inside = in_row && i < rows.count;
+                    // The choice comes before the product, or compilers take the products of stride
+                    // and distance out of the loop over blocks, and keep a register for each.
+                    let i = select(inside, i, 0i32) as usize;
                     copy_chunk::<E, N>(
                         x,
-                        select(inside, from + comptime!(n * step) * rows.stride, rows.base),
+                        select(in_row, from + i * rows.stride, rows.base),
                         to,
                         comptime!(n * step * pitch(staging.dim) * 16),
-                        inside,
-                    );
-                }
-            }
-        } else {
-            #[unroll]
-            for n in 0..comptime!(staging.steps()) {
-                let index = n * staging.units + unit;
-                if comptime!(staging.chunks().is_multiple_of(staging.units))
-                    || index < comptime!(staging.chunks())
-                {
-                    let row = index / width;
-                    let chunk = index % width;
-                    let i = first_row + row as i32;
-                    let inside = i < rows.count && chunk * CHUNK < staging.dim;
-                    let at = rows.base + i as usize * rows.stride + chunk * CHUNK;
-                    let to = slot + row * comptime!(pitch(staging.dim)) + chunk;
-                    copy_chunk::<E, N>(
-                        x,
-                        select(inside, at, rows.base),
-                        shared_address::<Chunk<E>>(tile[to..to + 1].as_ptr()),
-                        0usize,
                         inside,
                     );
                 }

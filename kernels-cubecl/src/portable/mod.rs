@@ -36,6 +36,8 @@ mod stage;
 mod sums;
 mod tile;
 
+#[cfg(feature = "machine-code")]
+pub(crate) use bias_gradient::{BiasShape, BiasShapeLaunch};
 pub use blueprint::{Blueprint, plan};
 pub(crate) use launch::Launch;
 pub use launch::{attention_backward, attention_forward};
