@@ -77,11 +77,13 @@ fn problem(
 fn forward(blueprint: ForwardBlueprint, masked: bool, dtype: Dtype) -> Specimen {
     let b = blueprint;
     let name = format!(
-        "hopper forward {dtype} d{}v{} {}x64x{}{}",
+        "hopper forward {dtype} d{}v{} {}x64x{} {}stages{}{}",
         b.head_dim,
         b.value_dim,
         b.warpgroups,
         b.block_kv,
+        b.stages,
+        if b.turns { " turns" } else { "" },
         if masked { " mask bias softcap" } else { "" },
     );
     Specimen::new(name, 90, move |offline| {
@@ -97,7 +99,7 @@ fn forward(blueprint: ForwardBlueprint, masked: bool, dtype: Dtype) -> Specimen 
             offline.buffer(),
             offline.buffer(),
             offline.geometry(),
-            offline.index(),
+            offline.number(),
             b.score_registers(),
             b.probability_registers(),
             b.output_registers(),

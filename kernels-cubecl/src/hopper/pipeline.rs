@@ -11,29 +11,11 @@ pub(crate) fn row_of(unit: u32) -> i32 {
 }
 
 /// Asks for the rows from `row` on of a head, to `tiles[at..]`; past the sequence's end they are 0.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn load_stage<E: Float>(
-    full: &Shared<Barrier>,
-    operand: &TensorMap<E, Tiled>,
-    tiles: &mut Shared<[E]>,
-    at: usize,
-    batch: i32,
-    head: i32,
-    row: i32,
-    #[comptime] panels: usize,
-    #[comptime] panel: usize,
-) {
-    full.arrive_and_expect_tx(1, comptime!((panels * panel * 2) as u32));
-    load_rows(full, operand, tiles, at, batch, head, row, panels, panel);
-}
-
-/// Asks for the rows from `row` on of a head, to `tiles[at..]`; past the sequence's end they are 0.
 /// Whoever waits has to be told of `panels * panel` elements.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn load_rows<E: Float>(
-    full: &Shared<Barrier>,
+    full: &Barrier,
     operand: &TensorMap<E, Tiled>,
     tiles: &mut Shared<[E]>,
     at: usize,
@@ -56,6 +38,24 @@ pub(crate) fn load_rows<E: Float>(
     }
 }
 
+/// The same, and tells whoever waits.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn load_stage<E: Float>(
+    full: &Barrier,
+    operand: &TensorMap<E, Tiled>,
+    tiles: &mut Shared<[E]>,
+    at: usize,
+    batch: i32,
+    head: i32,
+    row: i32,
+    #[comptime] panels: usize,
+    #[comptime] panel: usize,
+) {
+    full.arrive_and_expect_tx(1, comptime!((panels * panel * 2) as u32));
+    load_rows(full, operand, tiles, at, batch, head, row, panels, panel);
+}
+
 /// The plane is done with a stage. Whether it is the last of the cube's planes, and this lane has to
 /// refill the stage; nobody waits.
 #[cube]
@@ -67,51 +67,4 @@ pub(crate) fn retire(counter: u32, lane: u32, more: bool, #[comptime] last_plane
         last = count_up(counter, last_plane) == last_plane;
     }
     last
-}
-
-/// The plane is done with a stage; the last of the cube's planes refills it. Nobody waits.
-///
-/// Kernels evaluate both sides of `&&`: the count stands in an `if` of its own.
-#[cube]
-#[allow(clippy::too_many_arguments, clippy::collapsible_if)]
-pub(crate) fn release<E: Float>(
-    counter: u32,
-    lane: u32,
-    more: bool,
-    #[comptime] last_plane: u32,
-    stage: u32,
-    full_0: &Shared<Barrier>,
-    full_1: &Shared<Barrier>,
-    operand: &TensorMap<E, Tiled>,
-    tiles: &mut Shared<[E]>,
-    batch: i32,
-    head: i32,
-    row: i32,
-    #[comptime] panels: usize,
-    #[comptime] panel: usize,
-) {
-    // Every lane's reads are back.
-    sync_plane();
-    if lane == 0 && more {
-        if count_up(counter, last_plane) == last_plane {
-            if stage == 0 {
-                load_stage(
-                    full_0, operand, tiles, 0usize, batch, head, row, panels, panel,
-                );
-            } else {
-                load_stage(
-                    full_1,
-                    operand,
-                    tiles,
-                    comptime!(panels * panel),
-                    batch,
-                    head,
-                    row,
-                    panels,
-                    panel,
-                );
-            }
-        }
-    }
-    sync_plane();
 }
