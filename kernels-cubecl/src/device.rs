@@ -26,6 +26,9 @@ pub struct Device {
     pub max_buffer: u64,
     /// A processor behind a graphics interface, or a CPU: no card.
     pub software: bool,
+    /// Times that the loops of one unit may go round in a kernel, where there is an end to it: Mesa's
+    /// processor driver leaves every loop after so many, and what was computed by then is the result.
+    pub loop_iterations: Option<u64>,
     /// Element types it computes with or, as storage, converts to `f32`.
     pub dtypes: Vec<Dtype>,
     /// Matrix-unit instructions, as `m x n x k input -> accumulator`.
@@ -86,6 +89,11 @@ impl Device {
             max_cube_count: hardware.max_cube_count,
             max_buffer: properties.memory.max_page_size,
             software: properties.identity.physical.is_none(),
+            loop_iterations: properties
+                .identity
+                .name
+                .starts_with("llvmpipe")
+                .then_some(65_535),
             dtypes,
             matrix_shapes,
             mma_shapes,

@@ -2,17 +2,18 @@
 
 use super::blueprint::{ForwardBlueprint, plan_forward};
 use super::forward::forward_kernel;
-use super::gradient_blueprint::{GradientBlueprint, plan_backward};
+use super::gradient_blueprint::{Division, GradientBlueprint, plan_backward};
 use super::key_value_gradient::key_value_gradient_kernel;
 use super::query_gradient::query_gradient_kernel;
 use super::statistics::statistics_kernel;
+use super::wide_key_value_gradient::wide_key_value_gradient_kernel;
 use crate::device::{Device, elem_type};
 use crate::machine_code::{HEADS, HEADS_OF_EVERY_FORM, HEADS_WITH_OPTIONS, Options, Specimen};
 use cubecl::ir::{AddressType, ElemType, UIntKind};
 use flash_attention_spec::Dtype;
 
-/// Heads that do not fill the last products, and heads with fewer features of the value.
-const OTHERS: [[usize; 2]; 2] = [[40, 24], [192, 128]];
+/// Heads that do not fill the last products, and heads with fewer or more features of the value.
+const OTHERS: [[usize; 2]; 3] = [[40, 24], [192, 128], [136, 256]];
 
 pub(crate) fn specimens(device: &Device) -> Vec<Specimen> {
     let mut all = Vec::new();
@@ -55,11 +56,13 @@ fn forms(dims: [usize; 2]) -> &'static [(Options, Dtype)] {
 fn forward(blueprint: ForwardBlueprint, options: Options, dtype: Dtype) -> Specimen {
     let b = blueprint;
     let name = format!(
-        "hopper forward {dtype} d{}v{} {}x64x{}{}",
+        "hopper forward {dtype} d{}v{} {}x64x{} {}stages{}{}",
         b.head_dim,
         b.value_dim,
         b.warpgroups,
         b.block_kv,
+        b.stages,
+        if b.turns { " turns" } else { "" },
         options.suffix(),
     );
     Specimen::new(name, move |offline| {
@@ -75,7 +78,7 @@ fn forward(blueprint: ForwardBlueprint, options: Options, dtype: Dtype) -> Speci
             offline.buffer(),
             offline.buffer(),
             offline.geometry(),
-            offline.index(),
+            offline.number(),
             b.score_registers(),
             b.probability_registers(),
             b.output_registers(),
@@ -88,11 +91,16 @@ fn forward(blueprint: ForwardBlueprint, options: Options, dtype: Dtype) -> Speci
 
 fn gradient_name(kernel: &str, b: &GradientBlueprint, options: Options, dtype: Dtype) -> String {
     format!(
-        "hopper {kernel} {dtype} d{}v{} {}x64x{}{}",
+        "hopper {kernel} {dtype} d{}v{} {}x{}x{}{}{}",
         b.head_dim,
         b.value_dim,
         b.warpgroups,
+        b.owned() / b.warpgroups as usize,
         b.walked,
+        match b.held() {
+            0 => String::new(),
+            held => format!(" held {held}"),
+        },
         options.suffix(),
     )
 }
@@ -128,6 +136,9 @@ fn query_gradient(b: GradientBlueprint, options: Options, dtype: Dtype) -> Speci
 
 #[allow(clippy::unit_arg)]
 fn key_value_gradient(b: GradientBlueprint, options: Options, dtype: Dtype) -> Specimen {
+    if let Division::Gradients { .. } = b.division {
+        return wide_key_value_gradient(b, options, dtype);
+    }
     let name = gradient_name("key value gradient", &b, options, dtype);
     Specimen::new(name, move |offline| {
         Box::new(key_value_gradient_kernel::KeyValueGradientKernel::new(
@@ -153,6 +164,39 @@ fn key_value_gradient(b: GradientBlueprint, options: Options, dtype: Dtype) -> S
             elem_type(dtype),
             ElemType::UInt(UIntKind::U8),
         ))
+    })
+}
+
+#[allow(clippy::unit_arg)]
+fn wide_key_value_gradient(b: GradientBlueprint, options: Options, dtype: Dtype) -> Specimen {
+    let name = gradient_name("wide key value gradient", &b, options, dtype);
+    Specimen::new(name, move |offline| {
+        Box::new(
+            wide_key_value_gradient_kernel::WideKeyValueGradientKernel::new(
+                offline.settings(b.units(), AddressType::U32),
+                offline.properties.clone(),
+                offline.target.clone(),
+                (),
+                (),
+                (),
+                (),
+                (),
+                offline.optional(options.mask),
+                offline.optional(b.biased),
+                offline.buffer(),
+                offline.buffer(),
+                offline.geometry(),
+                offline.index(),
+                b.score_registers(),
+                b.weight_registers(),
+                b.key_registers(),
+                b.value_registers(),
+                b.held_registers(),
+                b,
+                elem_type(dtype),
+                ElemType::UInt(UIntKind::U8),
+            ),
+        )
     })
 }
 

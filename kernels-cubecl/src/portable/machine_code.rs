@@ -73,6 +73,7 @@ impl Kernel {
             value_dim: problem.value_dim,
             vectorized: true,
             capped: options.softcap,
+            long: false,
         };
         let dtype = problem.dtype;
         let name = format!(
