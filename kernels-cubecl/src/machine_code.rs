@@ -217,11 +217,6 @@ impl Offline {
         <usize as LaunchArg>::register(1, &mut self.launcher)
     }
 
-    /// A scalar of type `u32`.
-    pub fn number(&mut self) -> <u32 as LaunchArg>::CompilationArg {
-        <u32 as LaunchArg>::register(1, &mut self.launcher)
-    }
-
     /// The run-time numbers of a problem.
     pub fn geometry(&mut self) -> <Geometry as LaunchArg>::CompilationArg {
         let geometry = GeometryLaunch::new(1, 1, 1, 1, 1, 0, 0, 0, 1.0, 1.0, f32::NEG_INFINITY);

@@ -56,13 +56,11 @@ fn forms(dims: [usize; 2]) -> &'static [(Options, Dtype)] {
 fn forward(blueprint: ForwardBlueprint, options: Options, dtype: Dtype) -> Specimen {
     let b = blueprint;
     let name = format!(
-        "hopper forward {dtype} d{}v{} {}x64x{} {}stages{}{}",
+        "hopper forward {dtype} d{}v{} {}x64x{}{}",
         b.head_dim,
         b.value_dim,
         b.warpgroups,
         b.block_kv,
-        b.stages,
-        if b.turns { " turns" } else { "" },
         options.suffix(),
     );
     Specimen::new(name, move |offline| {
@@ -78,7 +76,7 @@ fn forward(blueprint: ForwardBlueprint, options: Options, dtype: Dtype) -> Speci
             offline.buffer(),
             offline.buffer(),
             offline.geometry(),
-            offline.number(),
+            offline.index(),
             b.score_registers(),
             b.probability_registers(),
             b.output_registers(),

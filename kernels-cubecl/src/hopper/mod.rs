@@ -1,29 +1,25 @@
 //! Warpgroup products and tensor copies of compute capability 9.0, through CubeCL's CUDA C++ generator.
 //!
-//! A cube stays on its multiprocessor and walks blocks of queries of heads, one after the other; each of
-//! its warpgroups owns 64 queries of a block, with the output and a block of scores in registers. Keys
-//! and values come through shared memory in stages, by the copy engine, which also fills in zeros past
-//! the ends of a sequence and of a head. It runs ahead into the cube's next block of queries.
+//! A cube owns a block of queries of a head; each of its warpgroups owns 64 of them, with the output
+//! and a block of scores in registers. Keys and values come through shared memory in two stages each,
+//! by the copy engine, which also fills in zeros past the ends of a sequence and of a head.
 //!
 //! ```text
 //! for each visible key block, from the last          all warpgroups walk the same blocks
-//!     wait for this K, and the V before               a warpgroup that sees nothing of it passes by
-//!     start S = Q K^T            both operands in shared memory
-//!     start O += P V             of the block before; P in registers
-//!     wait for S                 the output's product runs on
-//!     hide, cap, bias            where the block is not wholly visible
+//!     wait for K                                      a warpgroup that sees nothing of it passes by
+//!     S = Q K^T            one run of products, both operands in shared memory
+//!     done with K          the last plane of the cube asks for the block after the next
+//!     hide, cap, bias      where the block is not wholly visible
 //!     m' = max(m, rowmax S)      over four neighbouring units
-//!     P' = 2^(S - m)
-//!     wait for O
-//!     O, l *= 2^(m - m')         only where a maximum outgrew what f16 and f32 can carry
-//!     P = P'                     rounded into the layout of the next product's operand
-//!     done with this K, and the V before: the last warpgroup asks for what comes into their stages
-//! O += P V of the last block
+//!     O, l *= 2^(m - m')   only where a maximum outgrew what f16 and f32 can carry
+//!     P = 2^(S - m)        rounded in place, in the layout of the next product's operand
+//!     wait for V
+//!     O += P V             P in registers
+//!     done with V
 //! O / l, m and ln l to global memory
 //! ```
 //!
-//! So the output's product runs while the same warpgroup takes exponents, and other warpgroups multiply
-//! meanwhile, too.
+//! While one warpgroup takes exponents another multiplies.
 //!
 //! A probability of 0 does not undo a value that is not finite: 0 times it is NaN. Where a block has
 //! hidden keys, its values are looked at first, and one that is not finite sends the block's product
@@ -67,7 +63,6 @@ mod pipeline;
 mod query_gradient;
 mod softmax;
 mod statistics;
-mod tiles;
 mod wide_instructions;
 mod wide_key_value_gradient;
 mod wide_pipeline;
