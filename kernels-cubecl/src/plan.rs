@@ -120,13 +120,13 @@ impl Blueprint {
     }
 
     /// What runs the backward pass, on operands that lie packed in memory: of several kernels, the
-    /// one of the query gradient.
+    /// one of all gradients or else of the query gradient.
     pub fn backward(&self) -> Served {
         if let Ok(hopper) = &self.hopper_backward {
             return Served {
                 family: HOPPER,
-                block_q: hopper.query.owned(),
-                block_kv: hopper.query.walked,
+                block_q: hopper.one_pass.walked,
+                block_kv: hopper.one_pass.owned(),
             };
         }
         match &self.mma {

@@ -1,9 +1,10 @@
 //! What the Hopper family takes and what it declines, on recorded devices and layouts.
 
-use flash_attention_spec::{Dtype, Operand, Operands, Options, Problem};
+use flash_attention_spec::{Dtype, Operand, Operands, Options, Problem, Summation};
 use kernels_cubecl::device::Device;
 use kernels_cubecl::hopper::{
-    Declined, check_layout, gradient_variants, plan_backward, plan_forward, variants,
+    Declined, GradientBlueprint, check_layout, gradient_variants, plan_backward, plan_forward,
+    variants,
 };
 
 /// As an NVIDIA H200 reports itself.
@@ -87,29 +88,65 @@ fn every_gradient_variant_of_every_dimension_fits() {
             let dims = [head_dim, value_dim];
             let problem = problem([300, 500], dims, Dtype::BF16, Options::default());
             let chosen = plan_backward(&problem, &device).expect("every such dimension is served");
-            let (query, key_value) = gradient_variants(&problem);
+            let (query, one_pass) = gradient_variants(&problem);
             assert_eq!(chosen.query, query[0], "{dims:?}: the first variant fits");
-            assert_eq!(chosen.key_value, key_value[0], "{dims:?}");
-            // The gradients that a unit holds: one, or two.
-            let held = [(query, head_dim), (key_value, head_dim + value_dim)];
-            for (blueprint, dim) in held
-                .iter()
-                .flat_map(|(all, d)| all.iter().map(move |b| (b, d)))
-            {
-                let case = format!("{blueprint:?}");
-                assert!(blueprint.shared_memory() <= device.shared_memory, "{case}");
-                assert!(blueprint.units() <= device.units, "{case}");
-                assert!(blueprint.walked.is_multiple_of(16), "{case}");
-                assert!(blueprint.owned() <= 256, "{case}: rows of a tensor copy");
-                // Probabilities and their gradients, which are rounded in place.
-                let registers = dim / 2 + blueprint.walked;
-                let limit = 65_536 / blueprint.units() as usize;
-                assert!(
-                    registers + 24 <= limit.min(255),
-                    "{case}: {registers} registers of {limit}"
-                );
+            assert_eq!(chosen.one_pass, one_pass[0], "{dims:?}");
+            for blueprint in &query {
+                assert!(blueprint.shared_memory() <= device.shared_memory);
+                check_registers(blueprint, head_dim);
+            }
+            for blueprint in &one_pass {
+                assert!(blueprint.one_pass_memory() <= device.shared_memory);
+                assert_eq!(blueprint.owned(), 128, "tiles of the query gradient");
+                check_registers(blueprint, head_dim + value_dim);
             }
         }
+    }
+}
+
+/// Gradients of `dim` features, probabilities and their gradients, which are rounded in place.
+fn check_registers(blueprint: &GradientBlueprint, dim: usize) {
+    let case = format!("{blueprint:?}");
+    assert!(blueprint.units() <= h200().units, "{case}");
+    assert!(blueprint.walked.is_multiple_of(16), "{case}");
+    assert!(blueprint.owned() <= 256, "{case}: rows of a tensor copy");
+    let registers = dim / 2 + blueprint.walked;
+    let limit = 65_536 / blueprint.units() as usize;
+    assert!(
+        registers + 24 <= limit.min(255),
+        "{case}: {registers} registers of {limit}"
+    );
+}
+
+/// Catches sums of the query gradient that no buffer holds.
+#[test]
+fn sums_past_the_largest_buffer_are_declined() {
+    let problem = problem([1000, 500], [64, 64], Dtype::F16, Options::default());
+    // 4 heads x 1,024 rows x 64 features x 4 bytes.
+    let device = |max_buffer| Device {
+        max_buffer,
+        ..h200()
+    };
+    assert!(plan_backward(&problem, &device(1 << 20)).is_ok());
+    assert_eq!(
+        plan_backward(&problem, &device((1 << 20) - 1))
+            .expect_err("declined")
+            .to_string(),
+        "the sums of the query gradient take 1048576 bytes, expected at most 1048575"
+    );
+}
+
+/// Catches an option that is lost on its way to the kernel.
+#[test]
+fn the_order_of_additions_is_the_problems() {
+    for summation in [Summation::Reproducible, Summation::Unordered] {
+        let options = Options {
+            summation,
+            ..Options::default()
+        };
+        let problem = problem([64, 64], [64, 64], Dtype::F16, options);
+        let blueprint = plan_backward(&problem, &h200()).expect("served");
+        assert_eq!(blueprint.summation, summation);
     }
 }
 

@@ -40,7 +40,7 @@ pub use devices::{DeviceReport, Explanation, Served, burn_dtype, devices, explai
 pub use error::AttentionError;
 pub use flash_attention_spec::{
     Alignment, Band, Dtype, ElementType, Operand, Operands, Options, Problem, ProblemError, Reason,
-    Wanted, Window,
+    Summation, Wanted, Window,
 };
 pub use ops::{FlashAttentionOps, MaybeBool, MaybeFloat, OperandGradients};
 pub use options::AttentionOptions;

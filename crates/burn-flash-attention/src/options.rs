@@ -6,7 +6,7 @@ use crate::ops::{MaybeBool, MaybeFloat};
 use burn::backend::{Dispatch, DispatchDevice};
 use burn::tensor::{Bool, DType, Device, Tensor};
 use flash_attention_spec::{
-    Alignment, Dtype, ElementType, Operand, Operands, Options, Problem, Window,
+    Alignment, Dtype, ElementType, Operand, Operands, Options, Problem, Summation, Window,
 };
 
 /// Options of a call; the default is plain attention over all keys.
@@ -36,6 +36,8 @@ pub struct AttentionOptions {
     pub alignment: Alignment,
     /// Sliding window around the query's position.
     pub window: Window,
+    /// How the parts of gradients are added; reproducible by default.
+    pub summation: Summation,
 }
 
 impl AttentionOptions {
@@ -89,6 +91,13 @@ impl AttentionOptions {
         self
     }
 
+    /// Lets the parts of a gradient be added in any order, where that is faster: its last bits may
+    /// differ from run to run.
+    pub fn unordered_gradients(mut self) -> Self {
+        self.summation = Summation::Unordered;
+        self
+    }
+
     /// The checked problem of a call with these options.
     pub(crate) fn problem(
         &self,
@@ -114,6 +123,7 @@ impl AttentionOptions {
                 causal: self.causal,
                 alignment: self.alignment,
                 window: self.window,
+                summation: self.summation,
             },
         )?;
         let device = query.device();

@@ -259,6 +259,7 @@ impl Prepared {
             causal: options.causal,
             alignment: options.alignment,
             window: options.window,
+            summation: options.summation,
         }
     }
 

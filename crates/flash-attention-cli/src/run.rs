@@ -93,6 +93,7 @@ pub fn execute(args: RunArgs) -> Outcome<Report> {
             _ => Alignment::BottomRight,
         },
         window: args.window.unwrap_or_default(),
+        ..Options::default()
     };
     let path = args.input.display();
     let bytes = fs::read(&args.input).map_err(|error| format!("input {path}: {error}"))?;

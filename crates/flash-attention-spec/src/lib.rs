@@ -18,6 +18,6 @@ pub mod visibility;
 
 pub use error::{ProblemError, Reason};
 pub use problem::{
-    Alignment, Dtype, ElementType, Operand, Operands, Options, Problem, Wanted, Window,
+    Alignment, Dtype, ElementType, Operand, Operands, Options, Problem, Summation, Wanted, Window,
 };
 pub use visibility::Band;

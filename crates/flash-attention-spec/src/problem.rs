@@ -123,6 +123,20 @@ pub struct Window {
     pub right: Option<usize>,
 }
 
+/// How the parts of a gradient are added where several blocks contribute to one sum.
+///
+/// Sums of floating-point numbers depend on the order of their parts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Summation {
+    /// In an order that depends on the problem alone: the same operands on the same device give the same
+    /// bits every time.
+    #[default]
+    Reproducible,
+    /// In any order: gradients may differ in their last bits from run to run. Permits what may be
+    /// faster, and demands nothing: kernels that have only a reproducible form serve it with that.
+    Unordered,
+}
+
 /// Options of a call, apart from its operands. The default is plain attention.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Options {
@@ -136,6 +150,8 @@ pub struct Options {
     pub alignment: Alignment,
     /// Sliding window.
     pub window: Window,
+    /// How the parts of gradients are added.
+    pub summation: Summation,
 }
 
 /// Which gradients a backward pass computes.
@@ -198,6 +214,8 @@ pub struct Problem {
     pub mask: Option<[usize; 4]>,
     /// Shape of the bias, each dimension 1 or full.
     pub bias: Option<[usize; 4]>,
+    /// How the parts of gradients are added.
+    pub summation: Summation,
 }
 
 impl Problem {
@@ -277,6 +295,7 @@ impl Problem {
                 band: Band::new(query[2], key[2], options),
                 mask,
                 bias,
+                summation: options.summation,
             }),
             _ => Err(ProblemError { reasons }),
         }

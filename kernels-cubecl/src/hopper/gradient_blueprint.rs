@@ -3,12 +3,12 @@
 use super::blueprint::{Declined, check_problem};
 use super::instructions::Products;
 use crate::device::Device;
-use flash_attention_spec::{Dtype, Problem};
+use flash_attention_spec::{Dtype, Problem, Summation};
 
 /// What is decided before a launch of a gradient kernel, and determines its code.
 ///
-/// A cube owns rows of one side, 64 to a warpgroup: keys for the key and value gradients, queries
-/// for the query gradient. It walks blocks of the other side.
+/// A cube owns rows of one side, 64 to a warpgroup: keys where all gradients are computed in one pass,
+/// queries for the query gradient alone. It walks blocks of the other side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GradientBlueprint {
     /// Warpgroups of a cube.
@@ -30,10 +30,12 @@ pub struct GradientBlueprint {
 /// What is decided before the launches of a backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardBlueprint {
-    /// The query gradient: a cube owns queries.
+    /// The query gradient alone: a cube owns queries.
     pub query: GradientBlueprint,
-    /// The key and value gradients: a cube owns keys.
-    pub key_value: GradientBlueprint,
+    /// All gradients, or those of key and value: a cube owns keys.
+    pub one_pass: GradientBlueprint,
+    /// How the parts of the query gradient are added in one pass.
+    pub summation: Summation,
 }
 
 /// The widest heads: both gradients of 64 keys stay in a warpgroup's registers.
@@ -50,7 +52,18 @@ impl GradientBlueprint {
         self.warpgroups * 128
     }
 
-    /// Shared memory of a cube, in bytes: two operands of the rows that it owns, two stages of those
+    /// Shared memory of a cube that computes all gradients, in bytes: two stages of score gradients and
+    /// the tiles of the query gradient besides.
+    pub const fn one_pass_memory(&self) -> usize {
+        self.shared_memory() + 2 * self.score_stage() + self.query_tiles() * 64 * 64 * 4
+    }
+
+    /// Features of a row of the query gradient's sums: whole tiles.
+    pub(crate) const fn sum_width(&self) -> usize {
+        self.head_dim.next_multiple_of(64)
+    }
+
+    /// Shared memory of a cube that computes the query gradient alone, in bytes: two operands of the rows that it owns, two stages of those
     /// that it walks and their statistics, and barriers.
     pub const fn shared_memory(&self) -> usize {
         let panels = self.head_dim.div_ceil(64) + self.value_dim.div_ceil(64);
@@ -87,10 +100,6 @@ impl GradientBlueprint {
 
     pub(crate) const fn key_registers(&self) -> usize {
         (self.head_dim / 2).next_power_of_two()
-    }
-
-    pub(crate) const fn value_registers(&self) -> usize {
-        (self.value_dim / 2).next_power_of_two()
     }
 
     /// The product of owned rows with walked ones over `dim` features, as text.
@@ -136,25 +145,48 @@ pub fn plan_backward(problem: &Problem, device: &Device) -> Result<BackwardBluep
             });
         }
     }
-    let (query, key_value) = gradient_variants(problem);
+    let (query, one_pass) = gradient_variants(problem);
     let query_heads = problem.batch as u128 * problem.heads as u128;
     let key_heads = problem.batch as u128 * problem.kv_heads as u128;
-    Ok(BackwardBlueprint {
-        query: fitting(&query, problem.seq_q, query_heads, device)?,
-        key_value: fitting(&key_value, problem.seq_kv, key_heads, device)?,
-    })
+    let blueprint = BackwardBlueprint {
+        query: fitting(
+            &query,
+            GradientBlueprint::shared_memory,
+            problem.seq_q,
+            query_heads,
+            device,
+        )?,
+        one_pass: fitting(
+            &one_pass,
+            GradientBlueprint::one_pass_memory,
+            problem.seq_kv,
+            key_heads,
+            device,
+        )?,
+        summation: problem.summation,
+    };
+    let rows = problem.seq_q.next_multiple_of(blueprint.one_pass.walked);
+    let given = query_heads * (rows * blueprint.one_pass.sum_width() * 4) as u128;
+    if given > u128::from(device.max_buffer) {
+        return Err(Declined::Buffer {
+            given,
+            expected: device.max_buffer,
+        });
+    }
+    Ok(blueprint)
 }
 
 fn fitting(
     all: &[GradientBlueprint],
+    memory: impl Fn(&GradientBlueprint) -> usize,
     rows: usize,
     heads: u128,
     device: &Device,
 ) -> Result<GradientBlueprint, Declined> {
     let fits = |blueprint: &&GradientBlueprint| {
-        blueprint.shared_memory() <= device.shared_memory && blueprint.units() <= device.units
+        memory(blueprint) <= device.shared_memory && blueprint.units() <= device.units
     };
-    let smallest = all[all.len() - 1];
+    let smallest = &all[all.len() - 1];
     let Some(blueprint) = all.iter().find(fits) else {
         return Err(if smallest.units() > device.units {
             Declined::Units {
@@ -164,7 +196,7 @@ fn fitting(
         } else {
             Declined::SharedMemory {
                 given: device.shared_memory,
-                expected: smallest.shared_memory(),
+                expected: memory(smallest),
             }
         });
     };
@@ -177,7 +209,7 @@ fn fitting(
     Ok(*blueprint)
 }
 
-/// Blueprints worth measuring, of the query gradient and of the key and value gradients; the ones
+/// Blueprints worth measuring, of the query gradient alone and of all gradients in one pass; the ones
 /// that are taken unmeasured first.
 pub fn gradient_variants(problem: &Problem) -> (Vec<GradientBlueprint>, Vec<GradientBlueprint>) {
     let form = |&(warpgroups, walked): &(u32, usize)| GradientBlueprint {
@@ -193,7 +225,7 @@ pub fn gradient_variants(problem: &Problem) -> (Vec<GradientBlueprint>, Vec<Grad
     if problem.head_dim.max(problem.value_dim) <= 64 {
         (
             forms(&[(3, 96), (3, 64), (2, 128), (4, 64), (2, 64)]),
-            forms(&[(2, 128), (3, 64), (2, 64)]),
+            forms(&[(2, 128)]),
         )
     } else {
         (

@@ -7,7 +7,7 @@
 use cubecl::prelude::*;
 
 /// A range of the registers of an asm block, as PTX writes it.
-fn registers(from: usize, count: usize) -> String {
+pub(super) fn registers(from: usize, count: usize) -> String {
     let names: Vec<String> = (from..from + count).map(|i| format!("%{i}")).collect();
     format!("{{{}}}", names.join(","))
 }
@@ -29,9 +29,10 @@ pub(crate) struct Products {
     pub negated: bool,
 }
 
-const OPEN: &str =
+pub(super) const OPEN: &str =
     "{ .reg .pred p0, p1; .reg .b64 a, b; setp.ne.b32 p0, 0, 0; setp.eq.b32 p1, 0, 0;\n";
-const CLOSE: &str = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }";
+pub(super) const CLOSE: &str =
+    "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }";
 
 impl Products {
     /// `S = Q K^T` of 64 queries; operands are the two descriptors, after `length` results.

@@ -2,9 +2,10 @@
 
 use super::blueprint::{Declined, check_layout};
 use super::gradient_blueprint::BackwardBlueprint;
-use super::key_value_gradient::key_value_gradient_kernel;
 use super::launch::{check_operands, section, tensor_map};
+use super::one_pass::one_pass_kernel;
 use super::query_gradient::query_gradient_kernel;
+use super::query_sums::query_sums_kernel;
 use super::statistics::{statistics_kernel, units_of_row};
 use crate::device::elem_type;
 use crate::operands::{
@@ -15,7 +16,7 @@ use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl::zspace::{Shape, Strides, Tiling};
-use flash_attention_spec::{Problem, Wanted};
+use flash_attention_spec::{Problem, Summation, Wanted};
 
 /// Whether the family reads query, key, value and output gradient as they lie in memory.
 ///
@@ -67,11 +68,16 @@ pub fn attention_backward(
         value: allocate(wanted.value, keys * problem.value_dim),
         bias: allocate(wanted.bias, bias_elements),
     };
-    let padded = problem.seq_q.next_multiple_of(blueprint.key_value.walked);
+    let padded = problem.seq_q.next_multiple_of(blueprint.one_pass.walked);
+    // Where only the query's gradient is wanted, a kernel that computes no other is cheaper.
+    let one_pass = keys > 0 && (wanted.key || wanted.value);
+    let summation = (one_pass && wanted.query).then_some(blueprint.summation);
     let row_statistics = row_statistics(
         client,
         problem,
+        blueprint,
         padded,
+        summation,
         &output,
         &statistics,
         &output_gradient,
@@ -88,19 +94,24 @@ pub fn attention_backward(
         rows,
         keys,
     };
-    if let Some(gradient) = gradients.query.clone().filter(|_| rows > 0) {
-        backward.query(gradient);
-    }
-    if keys > 0 && (wanted.key || wanted.value) {
+    if one_pass {
         // One kernel computes both: one that is not asked for goes to a buffer of its own.
         let or_scratch = |handle: &Option<Handle>, features: usize| {
             let scratch = || client.empty(keys * features * float);
             handle.clone().unwrap_or_else(scratch)
         };
-        backward.key_value(
+        backward.one_pass(
             or_scratch(&gradients.key, problem.head_dim),
             or_scratch(&gradients.value, problem.value_dim),
+            summation,
         );
+    }
+    if let Some(gradient) = gradients.query.clone().filter(|_| rows > 0) {
+        if one_pass {
+            backward.query_rows(gradient);
+        } else {
+            backward.query(gradient);
+        }
     }
     if let Some(gradient) = gradients.bias.clone().filter(|_| bias_elements > 0) {
         let portable =
@@ -120,13 +131,24 @@ struct Backward<'a> {
     blueprint: &'a BackwardBlueprint,
     operands: &'a Operands,
     output_gradient: &'a TensorBinding,
-    /// `[batch * heads, 3, padded]`.
-    row_statistics: &'a Handle,
+    row_statistics: &'a RowStatistics,
     padded: usize,
     /// Rows of the query in all heads.
     rows: usize,
     /// Rows of the key in all heads.
     keys: usize,
+}
+
+/// What the first kernel writes for the others.
+struct RowStatistics {
+    /// `[batch * heads, 3, padded]`.
+    rows: Handle,
+    /// Sums of the query gradient `[batch * heads, padded, width]`, in tiles; zeros.
+    query_sums: Handle,
+    sum_elements: usize,
+    /// A counter for each tile of the sums, and one for the cubes; zeros.
+    turns: Handle,
+    counters: usize,
 }
 
 impl Backward<'_> {
@@ -158,7 +180,7 @@ impl Backward<'_> {
                 tensor_map(self.output_gradient.clone(), owned, element),
                 optional(&mask),
                 optional(&broadcast_bias(problem, operands.bias)),
-                BufferArg::from_raw_parts(self.row_statistics.clone(), statistic_elements),
+                BufferArg::from_raw_parts(self.row_statistics.rows.clone(), statistic_elements),
                 BufferArg::from_raw_parts(gradient, elements),
                 geometry(problem),
                 self.padded,
@@ -170,8 +192,8 @@ impl Backward<'_> {
         }
     }
 
-    fn key_value(&self, key_gradient: Handle, value_gradient: Handle) {
-        let (client, problem, blueprint) = (self.client, self.problem, self.blueprint.key_value);
+    fn one_pass(&self, key_gradient: Handle, value_gradient: Handle, summation: Option<Summation>) {
+        let (client, problem, blueprint) = (self.client, self.problem, self.blueprint.one_pass);
         let heads = problem.batch * problem.kv_heads;
         let cubes = problem.seq_kv.div_ceil(blueprint.owned()) * heads;
         let element = elem_type(problem.dtype);
@@ -180,23 +202,25 @@ impl Backward<'_> {
         let (owned, walked) = (blueprint.owned(), blueprint.walked);
         let key_elements = self.keys * problem.head_dim / 2;
         let value_elements = self.keys * problem.value_dim / 2;
+        let scratch = self.row_statistics;
         let statistics = TensorBinding {
-            handle: self.row_statistics.clone().binding(),
+            handle: scratch.rows.clone().binding(),
             strides: Strides::new(&[3 * self.padded, self.padded, 1]),
             shape: Shape::new([problem.batch * problem.heads, 3, self.padded]),
             tiling: Tiling::UNTILED,
         };
-        // SAFETY: as above; each element of the two packed gradients is written once.
+        let lengths = [key_elements, value_elements, scratch.sum_elements, cubes];
+        // SAFETY: as above; each element of the two packed gradients is written once, tiles are added
+        // to sums of blocks of the problem, and a cube waits for others that have started only.
         unsafe {
-            key_value_gradient_kernel::launch_unchecked(
+            one_pass_kernel::launch_unchecked(
                 client,
                 cube_count(client, cubes),
                 CubeDim::new_1d(blueprint.units()),
-                self.address_type(&[key_elements, value_elements, cubes]),
+                self.address_type(&lengths),
                 blueprint.score_registers(),
                 blueprint.weight_registers(),
-                blueprint.key_registers(),
-                blueprint.value_registers(),
+                blueprint.sum_registers(),
                 tensor_map(operands.query, walked, element),
                 tensor_map(operands.key, owned, element),
                 tensor_map(operands.value, owned, element),
@@ -212,11 +236,37 @@ impl Backward<'_> {
                 optional(&broadcast_bias(problem, operands.bias)),
                 BufferArg::from_raw_parts(key_gradient, key_elements),
                 BufferArg::from_raw_parts(value_gradient, value_elements),
+                BufferArg::from_raw_parts(scratch.query_sums.clone(), scratch.sum_elements),
+                BufferArg::from_raw_parts(scratch.turns.clone(), scratch.counters),
                 geometry(problem),
                 section(problem, problem.seq_q * problem.group(), 1, heads),
                 blueprint,
+                summation,
                 element,
                 mask_element,
+            );
+        }
+    }
+
+    /// The query gradient from the sums of [`one_pass`](Self::one_pass).
+    fn query_rows(&self, gradient: Handle) {
+        let (client, problem, blueprint) = (self.client, self.problem, self.blueprint.one_pass);
+        let scratch = self.row_statistics;
+        let elements = self.rows * problem.head_dim;
+        let units = scratch.sum_elements / 16;
+        // SAFETY: the kernel reads whole tiles of the sums; each element of the packed gradient is
+        // written once.
+        unsafe {
+            query_sums_kernel::launch_unchecked(
+                client,
+                cube_count(client, units.div_ceil(256)),
+                CubeDim::new_1d(256),
+                AddressType::from_len(scratch.sum_elements),
+                4,
+                BufferArg::from_raw_parts(scratch.query_sums.clone(), scratch.sum_elements),
+                BufferArg::from_raw_parts(gradient, elements / 2),
+                geometry(problem),
+                blueprint,
             );
         }
     }
@@ -237,28 +287,41 @@ impl Backward<'_> {
     }
 }
 
-/// Row statistics `[batch * heads, 3, padded]`.
+/// Row statistics, and zeros for sums where there are some.
+#[allow(clippy::too_many_arguments)]
 fn row_statistics(
     client: &Client,
     problem: &Problem,
+    blueprint: &BackwardBlueprint,
     padded: usize,
+    summation: Option<Summation>,
     output: &TensorBinding,
     saved: &Handle,
     output_gradient: &TensorBinding,
     lse_gradient: &Option<TensorBinding>,
-) -> Handle {
+) -> RowStatistics {
     let rows = problem.lse_shape().iter().product::<usize>();
     let places = problem.batch * problem.heads * padded;
-    let statistics = client.empty((3 * places).max(1) * 4);
+    let width = summation.map_or(0, |_| blueprint.one_pass.sum_width());
+    let sum_elements = (places * width).max(4);
+    let counters = places / 64 * (width / 64) + 1;
+    let made = RowStatistics {
+        rows: client.empty((3 * places).max(1) * 4),
+        query_sums: client.empty(sum_elements * 4),
+        sum_elements,
+        turns: client.empty(counters * 4),
+        counters,
+    };
     if rows > 0 {
-        let units = places * units_of_row(problem.value_dim);
+        // One place more for the counter of the cubes.
+        let units = (places + 1) * units_of_row(problem.value_dim);
         let longest = [output, output_gradient]
             .into_iter()
             .map(|x| x.handle.size as usize)
-            .chain([3 * places, units])
+            .chain([3 * places, units, sum_elements])
             .max();
         // SAFETY: the kernel reads rows of the problem only, through the operands' strides; one unit
-        // writes the three statistics of each row of the buffer allocated above.
+        // writes the three statistics of each row of the buffer allocated above, and each zero.
         unsafe {
             statistics_kernel::launch_unchecked(
                 client,
@@ -266,17 +329,21 @@ fn row_statistics(
                 CubeDim::new_1d(256),
                 AddressType::from_len(longest.unwrap_or(0)),
                 8,
+                4,
                 output.clone().into_tensor_arg(),
                 output_gradient.clone().into_tensor_arg(),
                 BufferArg::from_raw_parts(saved.clone(), 2 * rows),
                 optional(lse_gradient),
-                BufferArg::from_raw_parts(statistics.clone(), 3 * places),
+                BufferArg::from_raw_parts(made.rows.clone(), 3 * places),
+                BufferArg::from_raw_parts(made.query_sums.clone(), sum_elements),
+                BufferArg::from_raw_parts(made.turns.clone(), counters),
                 geometry(problem),
                 padded,
                 problem.value_dim,
+                width,
                 elem_type(problem.dtype),
             );
         }
     }
-    statistics
+    made
 }

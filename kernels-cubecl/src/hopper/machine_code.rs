@@ -3,13 +3,16 @@
 use super::blueprint::{ForwardBlueprint, variants};
 use super::forward::forward_kernel;
 use super::gradient_blueprint::{GradientBlueprint, gradient_variants};
-use super::key_value_gradient::key_value_gradient_kernel;
+use super::one_pass::one_pass_kernel;
 use super::query_gradient::query_gradient_kernel;
+use super::query_sums::query_sums_kernel;
 use super::statistics::statistics_kernel;
 use crate::device::elem_type;
 use crate::machine_code::Specimen;
 use cubecl::ir::{AddressType, ElemType, UIntKind};
-use flash_attention_spec::{Dtype, ElementType, Operand, Operands, Options, Problem};
+use flash_attention_spec::{Dtype, ElementType, Operand, Operands, Options, Problem, Summation};
+
+const ORDERED: Option<Summation> = Some(Summation::Reproducible);
 
 pub(crate) fn specimens() -> Vec<Specimen> {
     let mut all = Vec::new();
@@ -38,19 +41,28 @@ pub(crate) fn specimens() -> Vec<Specimen> {
                 continue;
             }
             for (problem, masked, count) in [(&plain, false, count), (&full, true, 1)] {
-                let (query, key_value) = gradient_variants(problem);
+                let (query, passes) = gradient_variants(problem);
                 for blueprint in query.into_iter().take(count) {
                     all.push(query_gradient(blueprint, masked, dtype));
                 }
-                for blueprint in key_value.into_iter().take(count) {
-                    all.push(key_value_gradient(blueprint, masked, dtype));
+                for blueprint in passes.into_iter().take(count) {
+                    all.push(one_pass(blueprint, masked, dtype, ORDERED));
                 }
             }
-            all.push(statistics(dims[1], dtype));
+            let (_, passes) = gradient_variants(&plain);
+            all.push(one_pass(
+                passes[0],
+                false,
+                dtype,
+                Some(Summation::Unordered),
+            ));
+            all.push(one_pass(passes[0], false, dtype, None));
+            all.push(query_sums(passes[0], dtype));
+            all.push(statistics(passes[0], dtype));
             // Capped scores alone have a form for blocks that are wholly visible, too.
-            let (query, key_value) = gradient_variants(&problem(dims, dtype, false, options));
+            let (query, passes) = gradient_variants(&problem(dims, dtype, false, options));
             all.push(query_gradient(query[0], false, dtype));
-            all.push(key_value_gradient(key_value[0], false, dtype));
+            all.push(one_pass(passes[0], false, dtype, ORDERED));
         }
     }
     all
@@ -153,10 +165,20 @@ fn query_gradient(b: GradientBlueprint, masked: bool, dtype: Dtype) -> Specimen 
 }
 
 #[allow(clippy::unit_arg)]
-fn key_value_gradient(b: GradientBlueprint, masked: bool, dtype: Dtype) -> Specimen {
-    let name = gradient_name("key value gradient", &b, masked, dtype);
+fn one_pass(
+    b: GradientBlueprint,
+    masked: bool,
+    dtype: Dtype,
+    summation: Option<Summation>,
+) -> Specimen {
+    let kernel = match summation {
+        Some(Summation::Reproducible) => "one pass",
+        Some(Summation::Unordered) => "one pass unordered",
+        None => "one pass without query",
+    };
+    let name = gradient_name(kernel, &b, masked, dtype);
     Specimen::new(name, 90, move |offline| {
-        Box::new(key_value_gradient_kernel::KeyValueGradientKernel::new(
+        Box::new(one_pass_kernel::OnePassKernel::new(
             offline.settings(b.units(), AddressType::U32),
             offline.properties.clone(),
             offline.target.clone(),
@@ -169,13 +191,15 @@ fn key_value_gradient(b: GradientBlueprint, masked: bool, dtype: Dtype) -> Speci
             offline.optional(b.biased),
             offline.buffer(),
             offline.buffer(),
+            offline.buffer(),
+            offline.buffer(),
             offline.geometry(),
             offline.index(),
             b.score_registers(),
             b.weight_registers(),
-            b.key_registers(),
-            b.value_registers(),
+            b.sum_registers(),
             b,
+            summation,
             elem_type(dtype),
             ElemType::UInt(UIntKind::U8),
         ))
@@ -183,9 +207,26 @@ fn key_value_gradient(b: GradientBlueprint, masked: bool, dtype: Dtype) -> Speci
     .only()
 }
 
+fn query_sums(b: GradientBlueprint, dtype: Dtype) -> Specimen {
+    let name = format!("hopper query sums {dtype} d{} gradient", b.head_dim);
+    Specimen::new(name, 90, move |offline| {
+        Box::new(query_sums_kernel::QuerySumsKernel::new(
+            offline.settings(256, AddressType::U32),
+            offline.properties.clone(),
+            offline.target.clone(),
+            offline.buffer(),
+            offline.buffer(),
+            offline.geometry(),
+            4,
+            b,
+        ))
+    })
+    .only()
+}
+
 #[allow(clippy::unit_arg)]
-fn statistics(dim: usize, dtype: Dtype) -> Specimen {
-    let name = format!("hopper row statistics {dtype} v{dim} gradient");
+fn statistics(b: GradientBlueprint, dtype: Dtype) -> Specimen {
+    let name = format!("hopper row statistics {dtype} v{} gradient", b.value_dim);
     Specimen::new(name, 90, move |offline| {
         Box::new(statistics_kernel::StatisticsKernel::new(
             offline.settings(256, AddressType::U32),
@@ -196,10 +237,14 @@ fn statistics(dim: usize, dtype: Dtype) -> Specimen {
             offline.buffer(),
             offline.optional(true),
             offline.buffer(),
+            offline.buffer(),
+            offline.buffer(),
             offline.geometry(),
             offline.index(),
             8,
-            dim,
+            4,
+            b.value_dim,
+            b.sum_width(),
             elem_type(dtype),
         ))
     })

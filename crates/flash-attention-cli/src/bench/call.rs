@@ -165,6 +165,7 @@ impl Operands {
             causal: options.causal,
             alignment: options.alignment,
             window: options.window,
+            summation: options.summation,
         }
     }
 }

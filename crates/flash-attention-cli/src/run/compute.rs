@@ -47,6 +47,7 @@ pub fn on_device(inputs: &Inputs, options: &Options, on: &DeviceReport) -> Outco
         causal: options.causal,
         alignment: options.alignment,
         window: options.window,
+        summation: options.summation,
     };
     let (output, lse) =
         try_flash_attention_with_lse(query.clone(), key.clone(), value.clone(), &options)?;
