@@ -219,6 +219,31 @@ pub(crate) fn load_shared(address: u32) -> u32 {
     y
 }
 
+/// The two registers at an address of shared memory, at a multiple of 8 bytes.
+#[cube]
+pub(crate) fn load_shared_wide(address: u32) -> u64 {
+    let a = by_value::<u32>(address);
+    let y: u64;
+    gpu_asm!("ld.shared.b64 {y}, [{a}];", a = in(_) a, y = out(_) y);
+    y
+}
+
+/// Writes two registers to an address of shared memory, at a multiple of 8 bytes.
+#[cube]
+pub(crate) fn store_shared_wide(address: u32, x: u64) {
+    let a = by_value::<u32>(address);
+    let x = by_value::<u64>(x);
+    gpu_asm!("st.shared.b64 [{a}], {x};", a = in(_) a, x = in(_) x);
+}
+
+/// Writes a register to an address of shared memory.
+#[cube]
+pub(crate) fn store_shared(address: u32, x: u32) {
+    let a = by_value::<u32>(address);
+    let x = by_value::<u32>(x);
+    gpu_asm!("st.shared.b32 [{a}], {x};", a = in(_) a, x = in(_) x);
+}
+
 /// Two neighbouring numbers in shared memory, at a multiple of 8 bytes.
 #[cube]
 pub(crate) fn load_shared_pair(address: u32) -> Vector<f32, Const<2>> {

@@ -134,6 +134,8 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
     let scores_free = scores_full + 16;
     let done_address = shared_address::<u32>(done.as_ptr());
     let stash_address = shared_address::<u32>(stash.as_ptr());
+    // Of each warpgroup, what `turns` says.
+    let errand_numbers = Shared::<[u64]>::new_slice(comptime!(3 * blueprint.warpgroups as usize));
     let owned_full = Barrier::shared_uninit();
     let full_0 = Barrier::shared_uninit();
     let full_1 = Barrier::shared_uninit();
@@ -259,6 +261,8 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
         }
     }
 
+    sync_cube();
+
     let lane = UNIT_POS % 32;
     let tile_address = shared_address::<f32>(sum_tiles.as_ptr());
     let last_plane = comptime!(blueprint.warpgroups * 4 - 1);
@@ -271,7 +275,8 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
     let gradient_address = shared_address::<E>(gradient_tiles.as_ptr());
     let statistic_address = shared_address::<f32>(statistic_tiles.as_ptr());
     let score_address = shared_address::<E>(score_tiles.as_ptr());
-    let step = comptime!(blueprint.step(with_query));
+    let errands = shared_address::<u64>(errand_numbers.as_ptr()) + warpgroup * 24;
+    let step = comptime!(blueprint.step(with_query, ordered));
     let query_body = comptime!(blueprint.query_product());
     let always = comptime!(mask.is_some() || bias.is_some());
 
@@ -283,6 +288,16 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
     let mut sums = Vector::<f32, G>::new(0.0f32);
     if count > 0 {
         owned_full.wait_parity(0u32);
+    }
+    if comptime!(ordered) {
+        let unit = UNIT_POS % 128;
+        if unit == 0 {
+            store_shared_wide(errands, 0u64);
+        }
+        if unit == 32 && count > 0 {
+            let at = tile_place(0u32, warpgroup, walk, query_blocks, tiles);
+            store_shared_wide(errands + 8, counter(turns.as_ptr(), at as u64 * 4));
+        }
     }
     let mut head = group_head;
     let mut block = end_block;
@@ -338,6 +353,9 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
                     with_query,
                     blueprint,
                 );
+                if comptime!(ordered) {
+                    run_errands(errands, UNIT_POS % 128);
+                }
                 if comptime!(with_query) {
                     way = non_finite(
                         key_address,
@@ -361,6 +379,7 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
                             statistics_at,
                             store,
                             geometry.scale,
+                            errands,
                             comptime!(step.clone()),
                         );
                     } else {
@@ -385,6 +404,9 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
                             with_query,
                             blueprint,
                         );
+                        if comptime!(ordered) {
+                            run_errands(errands, UNIT_POS % 128);
+                        }
                     }
                 }
             }
@@ -435,6 +457,10 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
                 block = end_block;
                 head += 1;
             }
+        } else {
+            if comptime!(ordered) {
+                run_errands(errands, UNIT_POS % 128);
+            }
         }
         if comptime!(with_query) {
             if n > 0 {
@@ -463,36 +489,42 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
                         );
                     }
                     plane_arrive(scores_free + other * 8, lane);
-                    // One unit has the tiles of a warpgroup added, and knows when they are read.
-                    let carries = UNIT_POS % 128 == 0;
+                    // One unit has the tiles of a warpgroup added, another waits for the turn.
+                    let unit = UNIT_POS % 128;
                     let m = n - 1;
-                    if carries {
-                        if comptime!(ordered) {
-                            tiles_added();
-                            if m > 0 {
-                                let at = tile_place(m - 1, warpgroup, walk, query_blocks, tiles);
-                                pass_turn(turns.as_ptr(), at as u64 * 4);
-                            }
-                        } else {
-                            tiles_read();
-                        }
-                    }
-                    warpgroup_sync(warpgroup, blueprint.warpgroups);
-                    let here = tile_address + warpgroup * 16384;
-                    store_tile(tile, here + (UNIT_POS % 128) * 16);
-                    publish();
-                    warpgroup_sync(warpgroup, blueprint.warpgroups);
-                    if carries {
-                        let at = tile_place(m, warpgroup, walk, query_blocks, tiles);
-                        if comptime!(ordered) {
+                    if comptime!(ordered) {
+                        if unit == 32 {
                             let block = end_block - 1 - m % per_head;
                             let first_query = (block * comptime!(block_q as u32)) as i32;
                             let keys = keys_of_block(&geometry, first_query, block_q);
                             let turn = first_kv as u32 / comptime!(block_kv as u32)
                                 - keys.first as u32 / comptime!(block_kv as u32);
-                            wait_turn(turns.as_ptr(), at as u64 * 4, turn);
+                            if load_shared(errands + 16) != turn {
+                                wait_turn(load_shared_wide(errands + 8), turn);
+                            }
                         }
+                    } else {
+                        if unit == 0 {
+                            tiles_read();
+                        }
+                    }
+                    warpgroup_sync(warpgroup, blueprint.warpgroups);
+                    let here = tile_address + warpgroup * 16384;
+                    store_tile(tile, here + unit * 16);
+                    publish();
+                    warpgroup_sync(warpgroup, blueprint.warpgroups);
+                    if unit == 0 {
+                        let at = tile_place(m, warpgroup, walk, query_blocks, tiles);
                         add_tile(query_sums.as_ptr(), at as u64 * 16384, here);
+                        if comptime!(ordered) {
+                            store_shared_wide(errands, counter(turns.as_ptr(), at as u64 * 4));
+                        }
+                    }
+                    if comptime!(ordered) {
+                        if unit == 32 && n < count {
+                            let at = tile_place(n, warpgroup, walk, query_blocks, tiles);
+                            store_shared_wide(errands + 8, counter(turns.as_ptr(), at as u64 * 4));
+                        }
                     }
                 } else {
                     plane_arrive(scores_free + other * 8, lane);
@@ -505,11 +537,9 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
     }
 
     if comptime!(with_query) {
-        if UNIT_POS % 128 == 0 && count > 0 && warpgroup < comptime!(tiles as u32) {
+        if UNIT_POS % 128 == 0 && count > 0 {
             if comptime!(ordered) {
-                tiles_added();
-                let at = tile_place(count - 1, warpgroup, walk, query_blocks, tiles);
-                pass_turn(turns.as_ptr(), at as u64 * 4);
+                run_errands(errands, 0u32);
             } else {
                 tiles_read();
             }

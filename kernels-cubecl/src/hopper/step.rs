@@ -20,6 +20,7 @@
 
 use super::gradient_blueprint::GradientBlueprint;
 use super::instructions::*;
+use super::turns::errands_text;
 use cubecl::prelude::*;
 
 /// `log2(e)` as PTX writes it.
@@ -52,8 +53,9 @@ impl GradientBlueprint {
 
     /// A step on a block that is wholly visible, with plain scores. Operands after the sums: the
     /// descriptors of key, value, query by rows and by columns, output gradient by rows and by columns;
-    /// the addresses of statistics and of `dS`, if it is `stored`; the scale.
-    pub(crate) fn step(&self, stored: bool) -> String {
+    /// the addresses of statistics and of `dS`, if it is `stored`; the scale; the address of
+    /// errands, where tiles are added in a fixed order.
+    pub(crate) fn step(&self, stored: bool, ordered: bool) -> String {
         let n = self.walked;
         let sums = self.sum_registers();
         let operand = |i: usize| format!("%{}", 2 * sums + i);
@@ -114,7 +116,11 @@ impl GradientBlueprint {
         text += &self.weighted("w", 0, self.value_dim, &gradient_columns);
         text += "wgmma.commit_group.sync.aligned;\n";
         text += &self.weighted("g", self.key_sum(), self.head_dim, &query_columns);
-        text + CLOSE
+        text += "wgmma.commit_group.sync.aligned;\n";
+        if ordered {
+            text += &errands_text(&operand(9));
+        }
+        text + "wgmma.wait_group.sync.aligned 0; }"
     }
 
     /// The sum of walked rows of `dim` features by weights in registers, added to the sums from
@@ -234,15 +240,17 @@ pub(crate) fn step_product<G: Size>(
     statistics: u32,
     store: u32,
     scale: f32,
+    errands: u32,
     #[comptime] body: String,
 ) -> Vector<f32, G> {
+    let errands = by_value::<u32>(errands);
     let c = by_value::<Vector<f32, G>>(sums);
     let statistics = by_value::<u32>(statistics);
     let store = by_value::<u32>(store);
     let scale = by_value::<f32>(scale);
     let sum: Vector<f32, G>;
     gpu_asm!(
-        "/* {sum} {c} {key} {value} {query_rows} {query_columns} {gradient_rows} {gradient_columns} {statistics} {store} {scale} */ {body}",
+        "/* {sum} {c} {key} {value} {query_rows} {query_columns} {gradient_rows} {gradient_columns} {statistics} {store} {scale} {errands} */ {body}",
         c = in(_) c,
         key = in(_) key,
         value = in(_) value,
@@ -253,6 +261,7 @@ pub(crate) fn step_product<G: Size>(
         statistics = in(_) statistics,
         store = in(_) store,
         scale = in(_) scale,
+        errands = in(_) errands,
         sum = out(_) sum
     );
     sum
