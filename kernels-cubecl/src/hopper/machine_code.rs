@@ -65,6 +65,14 @@ pub(crate) fn specimens() -> Vec<Specimen> {
             all.push(one_pass(passes[0], false, dtype, ORDERED));
         }
     }
+    // Fewer tiles of the query gradient than warpgroups.
+    let narrow = problem([64, 128], Dtype::BF16, false, Options::default());
+    all.push(one_pass(
+        gradient_variants(&narrow).1[0],
+        false,
+        Dtype::BF16,
+        ORDERED,
+    ));
     all
 }
 
