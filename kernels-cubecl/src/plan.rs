@@ -133,13 +133,13 @@ impl Blueprint {
     }
 
     /// What runs the backward pass, on operands that lie packed in memory: of several kernels, the
-    /// one of the query gradient.
+    /// one of all gradients or else of the query gradient.
     pub fn backward(&self) -> Served {
         if let Ok(hopper) = &self.hopper_backward {
             return Served {
                 family: HOPPER,
-                block_q: hopper.query.owned(),
-                block_kv: hopper.query.walked,
+                block_q: hopper.key_value.walked,
+                block_kv: hopper.key_value.owned(),
             };
         }
         match &self.mma {

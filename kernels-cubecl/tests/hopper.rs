@@ -1,9 +1,10 @@
 //! What the Hopper family takes and what it declines, on recorded devices and layouts.
 
-use flash_attention_spec::{Dtype, Operand, Operands, Options, Problem};
+use flash_attention_spec::{Dtype, Operand, Operands, Options, Problem, Summation};
 use kernels_cubecl::device::Device;
 use kernels_cubecl::hopper::{
-    Declined, Division, check_layout, gradient_variants, plan_backward, plan_forward, variants,
+    Declined, Division, GradientBlueprint, check_layout, gradient_variants, plan_backward,
+    plan_forward, variants,
 };
 
 /// As an NVIDIA H200 reports itself.
@@ -91,32 +92,70 @@ fn every_gradient_variant_of_every_dimension_fits() {
             let (query, key_value) = gradient_variants(&problem);
             assert_eq!(chosen.query, query[0], "{dims:?}: the first variant fits");
             assert_eq!(chosen.key_value, key_value[0], "{dims:?}");
-            // The gradients that a unit holds: one, or two.
-            let held = [(query, head_dim), (key_value, head_dim + value_dim)];
-            for (blueprint, &both) in held
-                .iter()
-                .flat_map(|(all, d)| all.iter().map(move |b| (b, d)))
-            {
-                let case = format!("{blueprint:?}");
-                assert!(blueprint.shared_memory() <= device.shared_memory, "{case}");
-                assert!(blueprint.units() <= device.units, "{case}");
-                assert!(blueprint.walked.is_multiple_of(16), "{case}");
-                assert!(blueprint.owned() <= 256, "{case}: rows of a tensor copy");
-                let registers = match blueprint.division {
-                    // Probabilities and their gradients, which are rounded in place.
-                    Division::Rows => both / 2 + blueprint.walked,
-                    // One gradient, an operand's steps, and scores while they are rounded.
-                    Division::Gradients { held } => {
-                        head_dim.max(value_dim) / 2 + 4 * held + blueprint.walked * 3 / 4
-                    }
-                };
-                let limit = 65_536 / blueprint.units() as usize;
-                assert!(
-                    registers + 24 <= limit.min(255),
-                    "{case}: {registers} registers of {limit}"
-                );
+            for blueprint in &query {
+                assert!(blueprint.shared_memory() <= device.shared_memory);
+                check_registers(blueprint, head_dim);
+            }
+            for blueprint in &key_value {
+                assert!(blueprint.key_value_memory() <= device.shared_memory);
+                if blueprint.division == Division::Rows {
+                    assert_eq!(blueprint.owned(), 128, "tiles of the query gradient");
+                }
+                check_registers(blueprint, head_dim + value_dim);
             }
         }
+    }
+}
+
+/// The gradients that a unit holds, of `both` features where it holds those of both, and what else.
+fn check_registers(blueprint: &GradientBlueprint, both: usize) {
+    let case = format!("{blueprint:?}");
+    assert!(blueprint.units() <= h200().units, "{case}");
+    assert!(blueprint.walked.is_multiple_of(16), "{case}");
+    assert!(blueprint.owned() <= 256, "{case}: rows of a tensor copy");
+    let registers = match blueprint.division {
+        // Probabilities and their gradients, which are rounded in place.
+        Division::Rows => both / 2 + blueprint.walked,
+        // One gradient, an operand's steps, and scores while they are rounded.
+        Division::Gradients { held } => {
+            blueprint.head_dim.max(blueprint.value_dim) / 2 + 4 * held + blueprint.walked * 3 / 4
+        }
+    };
+    let limit = 65_536 / blueprint.units() as usize;
+    assert!(
+        registers + 24 <= limit.min(255),
+        "{case}: {registers} registers of {limit}"
+    );
+}
+
+/// Catches sums of the query gradient that no buffer holds; wide heads need none.
+#[test]
+fn sums_past_the_largest_buffer_are_declined() {
+    let of = |dim, max_buffer| {
+        let problem = problem([1000, 500], [dim, dim], Dtype::F16, Options::default());
+        let device = Device {
+            max_buffer,
+            ..h200()
+        };
+        plan_backward(&problem, &device)
+    };
+    // 4 heads x 1,024 rows x 64 features x 4 bytes.
+    assert!(of(64, 1 << 20).is_ok());
+    assert_eq!(
+        of(64, (1 << 20) - 1).expect_err("declined").to_string(),
+        "the sums of the query gradient take 1048576 bytes, expected at most 1048575"
+    );
+    assert!(of(256, 1 << 20).is_ok());
+}
+
+/// Catches an option that is lost on its way to the kernel.
+#[test]
+fn the_order_of_additions_is_the_problems() {
+    for summation in [Summation::Reproducible, Summation::Unordered] {
+        let options = Options::new().summation(summation);
+        let problem = problem([64, 64], [64, 64], Dtype::F16, options);
+        let blueprint = plan_backward(&problem, &h200()).expect("served");
+        assert_eq!(blueprint.summation, summation);
     }
 }
 

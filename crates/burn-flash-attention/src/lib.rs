@@ -40,7 +40,7 @@ pub use devices::{DeviceReport, Explanation, Served, burn_dtype, device, devices
 pub use error::AttentionError;
 pub use flash_attention_spec::{
     Alignment, Band, Dtype, ElementType, MAX_ELEMENTS, MAX_HEAD_DIM, MAX_SEQUENCE, Operand,
-    Operands, Options, Problem, ProblemError, Reason, Wanted, Window,
+    Operands, Options, Problem, ProblemError, Reason, Summation, Wanted, Window,
 };
 #[cfg(feature = "cube")]
 pub use kernels_cubecl::plan::PlanError;

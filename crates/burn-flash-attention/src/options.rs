@@ -6,7 +6,7 @@ use crate::ops::{MaybeBool, MaybeFloat};
 use burn::backend::{Dispatch, DispatchDevice};
 use burn::tensor::{Bool, DType, Device, Tensor};
 use flash_attention_spec::{
-    Alignment, Dtype, ElementType, Operand, Operands, Options, Problem, Window,
+    Alignment, Dtype, ElementType, Operand, Operands, Options, Problem, Summation, Window,
 };
 
 /// Options of a call; the default is plain attention over all keys.
@@ -47,6 +47,8 @@ pub struct AttentionOptions {
     pub alignment: Alignment,
     /// Sliding window around the query's position.
     pub window: Window,
+    /// How the parts of gradients are added; reproducible by default.
+    pub summation: Summation,
 }
 
 impl AttentionOptions {
@@ -105,6 +107,13 @@ impl AttentionOptions {
         self
     }
 
+    /// Lets the parts of a gradient be added in any order, where that is faster: its last bits may
+    /// differ from run to run.
+    pub fn unordered_gradients(mut self) -> Self {
+        self.summation = Summation::Unordered;
+        self
+    }
+
     /// The checked problem of a call with these options.
     pub(crate) fn problem(
         &self,
@@ -122,6 +131,7 @@ impl AttentionOptions {
         options.causal = self.causal;
         options.alignment = self.alignment;
         options.window = self.window;
+        options.summation = self.summation;
         let problem = Problem::new(&operands, &options)?;
         let device = query.device();
         let others = [
@@ -164,6 +174,7 @@ impl From<Options> for AttentionOptions {
             causal: options.causal,
             alignment: options.alignment,
             window: options.window,
+            summation: options.summation,
         }
     }
 }

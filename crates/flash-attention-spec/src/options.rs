@@ -21,6 +21,20 @@ pub struct Window {
     pub right: Option<usize>,
 }
 
+/// How the parts of a gradient are added where several blocks contribute to one sum.
+///
+/// Sums of floating-point numbers depend on the order of their parts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Summation {
+    /// In an order that depends on the problem alone: the same operands on the same device give the same
+    /// bits every time.
+    #[default]
+    Reproducible,
+    /// In any order: gradients may differ in their last bits from run to run. Permits what may be
+    /// faster, and demands nothing: kernels that have only a reproducible form serve it with that.
+    Unordered,
+}
+
 /// Options of a call, apart from its operands. The default is plain attention.
 ///
 /// Options will be added: make them by methods, or by a literal that ends in `..Options::default()`.
@@ -44,6 +58,8 @@ pub struct Options {
     pub alignment: Alignment,
     /// Sliding window.
     pub window: Window,
+    /// How the parts of gradients are added.
+    pub summation: Summation,
 }
 
 impl Options {
@@ -79,6 +95,12 @@ impl Options {
     /// Keeps `left` keys before and `right` keys after each query's position; `None` is unbounded.
     pub fn window(mut self, left: Option<usize>, right: Option<usize>) -> Self {
         self.window = Window { left, right };
+        self
+    }
+
+    /// Replaces the reproducible order in which the parts of gradients are added.
+    pub fn summation(mut self, summation: Summation) -> Self {
+        self.summation = summation;
         self
     }
 

@@ -2,7 +2,7 @@
 
 use crate::error::{ProblemError, Reason};
 use crate::operand::{Dtype, ElementType, Operand, Operands};
-use crate::options::{Options, check_options};
+use crate::options::{Options, Summation, check_options};
 use crate::visibility::Band;
 
 /// Largest `head_dim` and `value_dim`.
@@ -50,6 +50,8 @@ pub struct Problem {
     pub mask: Option<[usize; 4]>,
     /// Shape of the bias, each dimension 1 or full.
     pub bias: Option<[usize; 4]>,
+    /// How the parts of gradients are added.
+    pub summation: Summation,
 }
 
 impl Problem {
@@ -135,6 +137,7 @@ impl Problem {
                 band: Band::new(query[2], key[2], options),
                 mask,
                 bias,
+                summation: options.summation,
             }),
             _ => Err(ProblemError { reasons }),
         }

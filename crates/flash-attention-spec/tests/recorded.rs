@@ -110,6 +110,7 @@ fn options(case: &Value) -> Options {
             left: side(0),
             right: side(1),
         },
+        ..Options::default()
     }
 }
 

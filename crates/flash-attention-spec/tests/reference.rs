@@ -81,6 +81,7 @@ fn options(with: Combination) -> impl Strategy<Value = Options> {
                 left: with.left.then_some(left),
                 right: with.right.then_some(right),
             },
+            ..Options::default()
         }
     })
 }

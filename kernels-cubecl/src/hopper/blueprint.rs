@@ -89,6 +89,14 @@ pub enum Declined {
         /// What the blocks need.
         expected: usize,
     },
+    /// Sums that no buffer of the device holds.
+    #[error("the sums of the query gradient take {given} bytes, expected at most {expected}")]
+    Buffer {
+        /// Bytes of the sums.
+        given: u128,
+        /// Bytes that a buffer holds.
+        expected: u64,
+    },
     /// Too few units.
     #[error("the device has {given} units in a cube, expected at least {expected}")]
     Units {

@@ -1,6 +1,7 @@
 //! Sums that a row of weight 0 leaves alone, whatever it holds: 0 times what is not finite is NaN.
 
 use super::instructions::*;
+use super::pipeline::row_of;
 use cubecl::prelude::*;
 
 /// Whether a tile of `rows` rows holds a number that is not finite; the same for a warpgroup's units.
@@ -34,13 +35,15 @@ pub(crate) fn non_finite(
 }
 
 /// [`value_product`](super::instructions::value_product) that leaves out the rows of weight 0,
-/// whatever they hold.
+/// whatever they hold. The sums are `output` from register `first` on.
 #[cube]
+#[allow(clippy::too_many_arguments)]
 pub(crate) fn add_careful<P: Size, O: Size>(
     output: Vector<f32, O>,
     weights: Vector<u32, P>,
     address: u32,
     lane: u32,
+    #[comptime] first: usize,
     #[comptime] rows: usize,
     #[comptime] dim: usize,
     #[comptime] element: &'static str,
@@ -66,7 +69,7 @@ pub(crate) fn add_careful<P: Size, O: Size>(
             let pair = load_shared(address + panel + j * 128 + chunk * 16 + (lane % 4) * 4);
             let low = unpack(pair, 0u32, element);
             let high = unpack(pair, 1u32, element);
-            let at = comptime!(4 * n);
+            let at = comptime!(first + 4 * n);
             let a = acc.extract(at);
             acc.insert(at, select(p0 != 0.0f32, fma(p0, low, a), a));
             let a = acc.extract(comptime!(at + 1));
@@ -75,6 +78,50 @@ pub(crate) fn add_careful<P: Size, O: Size>(
             acc.insert(comptime!(at + 2), select(p1 != 0.0f32, fma(p1, low, a), a));
             let a = acc.extract(comptime!(at + 3));
             acc.insert(comptime!(at + 3), select(p1 != 0.0f32, fma(p1, high, a), a));
+        }
+    }
+    acc
+}
+
+/// A warpgroup's tile of `dS K` that leaves out the keys of `dS` 0, whatever they hold. `scores` is
+/// where the tile's queries begin, `keys` where its features do.
+#[cube]
+pub(crate) fn tile_careful(
+    scores: u32,
+    keys: u32,
+    #[comptime] walked: usize,
+    #[comptime] owned: usize,
+    #[comptime] element: &'static str,
+) -> Vector<f32, Const<32>> {
+    let unit = unit_again();
+    let lane = unit % 32;
+    let row = row_of(unit) as u32;
+    let mut acc = Vector::<f32, Const<32>>::new(0.0f32);
+    for j in 0..comptime!(owned as u32) {
+        // 16-byte chunks of a row are swizzled by the row.
+        let chunk = (j % 64 / 8) ^ (row % 8);
+        let at = scores
+            + j / 64 * comptime!((walked * 128) as u32)
+            + row * 128
+            + chunk * 16
+            + j % 8 / 2 * 4;
+        let d0 = unpack(load_shared(at), j % 2, element);
+        let d1 = unpack(load_shared(at + 1024), j % 2, element);
+        #[unroll]
+        for n in 0..8usize {
+            let chunk = comptime!(n as u32) ^ (j % 8);
+            let pair = load_shared(keys + j * 128 + chunk * 16 + (lane % 4) * 4);
+            let low = unpack(pair, 0u32, element);
+            let high = unpack(pair, 1u32, element);
+            let at = comptime!(4 * n);
+            let a = acc.extract(at);
+            acc.insert(at, select(d0 != 0.0f32, fma(d0, low, a), a));
+            let a = acc.extract(comptime!(at + 1));
+            acc.insert(comptime!(at + 1), select(d0 != 0.0f32, fma(d0, high, a), a));
+            let a = acc.extract(comptime!(at + 2));
+            acc.insert(comptime!(at + 2), select(d1 != 0.0f32, fma(d1, low, a), a));
+            let a = acc.extract(comptime!(at + 3));
+            acc.insert(comptime!(at + 3), select(d1 != 0.0f32, fma(d1, high, a), a));
         }
     }
     acc

@@ -309,6 +309,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
                     p,
                     value_address + stage * comptime!((value_stage * 2) as u32),
                     lane,
+                    0usize,
                     block_kv,
                     blueprint.value_dim,
                     element,

@@ -309,7 +309,8 @@ pub(crate) fn quad_gradient_by_key<S: Size>(
     )
 }
 
-/// Writes a unit's sums, times `factor`, to rows `row` and `row + 8` of a head's `rows`.
+/// Writes a unit's sums, from register `first` on, times `factor`, to rows `row` and `row + 8` of a
+/// head's `rows`.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn store_sums<O: Size>(
@@ -320,6 +321,7 @@ pub(crate) fn store_sums<O: Size>(
     rows: i32,
     lane: u32,
     factor: f32,
+    #[comptime] first: usize,
     #[comptime] dim: usize,
     #[comptime] element: &'static str,
 ) {
@@ -332,8 +334,8 @@ pub(crate) fn store_sums<O: Size>(
             #[unroll]
             for j in 0..comptime!(dim / 8) {
                 gradient[at + comptime!(j * 4)] = pack(
-                    sums.extract(comptime!(4 * j + 2 * r)) * factor,
-                    sums.extract(comptime!(4 * j + 2 * r + 1)) * factor,
+                    sums.extract(comptime!(first + 4 * j + 2 * r)) * factor,
+                    sums.extract(comptime!(first + 4 * j + 2 * r + 1)) * factor,
                     element,
                 );
             }

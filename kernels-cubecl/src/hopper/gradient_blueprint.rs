@@ -3,12 +3,12 @@
 use super::blueprint::{Declined, check_problem};
 use super::instructions::Products;
 use crate::device::Device;
-use flash_attention_spec::{Dtype, Problem};
+use flash_attention_spec::{Dtype, Problem, Summation};
 
 /// What is decided before a launch of a gradient kernel, and determines its code.
 ///
-/// A cube owns rows of one side: keys for the key and value gradients, queries for the query gradient.
-/// It walks blocks of the other side.
+/// A cube owns rows of one side: keys where the gradients of key and value are computed, queries for the
+/// query gradient alone. It walks blocks of the other side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GradientBlueprint {
     /// Warpgroups of a cube.
@@ -45,10 +45,12 @@ pub enum Division {
 /// What is decided before the launches of a backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardBlueprint {
-    /// The query gradient: a cube owns queries.
+    /// The query gradient alone: a cube owns queries.
     pub query: GradientBlueprint,
-    /// The key and value gradients: a cube owns keys.
+    /// All gradients in one pass, or where heads are wide those of key and value: a cube owns keys.
     pub key_value: GradientBlueprint,
+    /// How the parts of the query gradient are added in one pass.
+    pub summation: Summation,
 }
 
 /// The widest heads of which both gradients of 64 keys stay in a warpgroup's registers.
@@ -71,9 +73,25 @@ impl GradientBlueprint {
         self.warpgroups * 128
     }
 
-    /// Shared memory of a cube, in bytes: two operands of the rows that it owns, stages of those that
-    /// it walks and their statistics, two blocks of weights on their way from one warpgroup to the
-    /// other, and barriers.
+    /// Shared memory of a cube of the key and value gradients, in bytes: two stages of score gradients
+    /// and the tiles of the query gradient besides where that is computed in the same pass.
+    pub const fn key_value_memory(&self) -> usize {
+        match self.division {
+            Division::Rows => {
+                self.shared_memory() + 2 * self.score_stage() + self.query_tiles() * 64 * 64 * 4
+            }
+            Division::Gradients { .. } => self.shared_memory(),
+        }
+    }
+
+    /// Features of a row of the query gradient's sums: whole tiles.
+    pub(crate) const fn sum_width(&self) -> usize {
+        self.head_dim.next_multiple_of(64)
+    }
+
+    /// Shared memory of a cube that computes the query gradient alone, in bytes: two operands of the
+    /// rows that it owns, stages of those that it walks and their statistics, and barriers. Where heads
+    /// are wide, two blocks of weights on their way from one warpgroup to the other as well.
     pub const fn shared_memory(&self) -> usize {
         let weights = match self.division {
             Division::Rows => 0,
@@ -184,22 +202,46 @@ pub fn plan_backward(problem: &Problem, device: &Device) -> Result<BackwardBluep
     let (query, key_value) = gradient_variants(problem);
     let query_heads = problem.batch as u128 * problem.heads as u128;
     let key_heads = problem.batch as u128 * problem.kv_heads as u128;
-    Ok(BackwardBlueprint {
-        query: fitting(&query, problem.seq_q, query_heads, device)?,
-        key_value: fitting(&key_value, problem.seq_kv, key_heads, device)?,
-    })
+    let blueprint = BackwardBlueprint {
+        query: fitting(
+            &query,
+            GradientBlueprint::shared_memory,
+            problem.seq_q,
+            query_heads,
+            device,
+        )?,
+        key_value: fitting(
+            &key_value,
+            GradientBlueprint::key_value_memory,
+            problem.seq_kv,
+            key_heads,
+            device,
+        )?,
+        summation: problem.summation,
+    };
+    let one_pass = blueprint.key_value;
+    let rows = problem.seq_q.next_multiple_of(one_pass.walked);
+    let given = query_heads * (rows * one_pass.sum_width() * 4) as u128;
+    if one_pass.division == Division::Rows && given > u128::from(device.max_buffer) {
+        return Err(Declined::Buffer {
+            given,
+            expected: device.max_buffer,
+        });
+    }
+    Ok(blueprint)
 }
 
 fn fitting(
     all: &[GradientBlueprint],
+    memory: impl Fn(&GradientBlueprint) -> usize,
     rows: usize,
     heads: u128,
     device: &Device,
 ) -> Result<GradientBlueprint, Declined> {
     let fits = |blueprint: &&GradientBlueprint| {
-        blueprint.shared_memory() <= device.shared_memory && blueprint.units() <= device.units
+        memory(blueprint) <= device.shared_memory && blueprint.units() <= device.units
     };
-    let smallest = all[all.len() - 1];
+    let smallest = &all[all.len() - 1];
     let Some(blueprint) = all.iter().find(fits) else {
         return Err(if smallest.units() > device.units {
             Declined::Units {
@@ -209,7 +251,7 @@ fn fitting(
         } else {
             Declined::SharedMemory {
                 given: device.shared_memory,
-                expected: smallest.shared_memory(),
+                expected: memory(smallest),
             }
         });
     };
@@ -222,7 +264,7 @@ fn fitting(
     Ok(*blueprint)
 }
 
-/// Blueprints worth measuring, of the query gradient and of the key and value gradients; the ones
+/// Blueprints worth measuring, of the query gradient alone and of all gradients in one pass; the ones
 /// that are taken unmeasured first.
 pub fn gradient_variants(problem: &Problem) -> (Vec<GradientBlueprint>, Vec<GradientBlueprint>) {
     let divided = |warpgroups: u32, division: Division, walked: usize| GradientBlueprint {
@@ -250,7 +292,7 @@ pub fn gradient_variants(problem: &Problem) -> (Vec<GradientBlueprint>, Vec<Grad
     } else if widest <= 64 {
         (
             forms(&[(3, 96), (3, 64), (2, 128), (4, 64), (2, 64)]),
-            forms(&[(2, 128), (3, 64), (2, 64)]),
+            forms(&[(2, 128)]),
         )
     } else {
         (

@@ -7,7 +7,7 @@
 use cubecl::prelude::*;
 
 /// A range of the registers of an asm block, as PTX writes it.
-fn registers(from: usize, count: usize) -> String {
+pub(super) fn registers(from: usize, count: usize) -> String {
     let names: Vec<String> = (from..from + count).map(|i| format!("%{i}")).collect();
     format!("{{{}}}", names.join(","))
 }
@@ -29,9 +29,10 @@ pub(crate) struct Products {
     pub negated: bool,
 }
 
-const OPEN: &str =
+pub(super) const OPEN: &str =
     "{ .reg .pred p0, p1; .reg .b64 a, b; setp.ne.b32 p0, 0, 0; setp.eq.b32 p1, 0, 0;\n";
-const CLOSE: &str = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }";
+pub(super) const CLOSE: &str =
+    "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }";
 
 impl Products {
     /// `S = Q K^T` of 64 queries; operands are the two descriptors, after `length` results.
@@ -216,6 +217,31 @@ pub(crate) fn load_shared(address: u32) -> u32 {
     let y: u32;
     gpu_asm!("ld.shared.b32 {y}, [{a}];", a = in(_) a, y = out(_) y);
     y
+}
+
+/// The two registers at an address of shared memory, at a multiple of 8 bytes.
+#[cube]
+pub(crate) fn load_shared_wide(address: u32) -> u64 {
+    let a = by_value::<u32>(address);
+    let y: u64;
+    gpu_asm!("ld.shared.b64 {y}, [{a}];", a = in(_) a, y = out(_) y);
+    y
+}
+
+/// Writes two registers to an address of shared memory, at a multiple of 8 bytes.
+#[cube]
+pub(crate) fn store_shared_wide(address: u32, x: u64) {
+    let a = by_value::<u32>(address);
+    let x = by_value::<u64>(x);
+    gpu_asm!("st.shared.b64 [{a}], {x};", a = in(_) a, x = in(_) x);
+}
+
+/// Writes a register to an address of shared memory.
+#[cube]
+pub(crate) fn store_shared(address: u32, x: u32) {
+    let a = by_value::<u32>(address);
+    let x = by_value::<u32>(x);
+    gpu_asm!("st.shared.b32 [{a}], {x};", a = in(_) a, x = in(_) x);
 }
 
 /// Two neighbouring numbers in shared memory, at a multiple of 8 bytes.

@@ -2,9 +2,10 @@
 
 use super::blueprint::{Declined, check_layout};
 use super::gradient_blueprint::{BackwardBlueprint, Division};
-use super::key_value_gradient::key_value_gradient_kernel;
 use super::launch::{check_operands, section, tensor_map};
+use super::one_pass::one_pass_kernel;
 use super::query_gradient::query_gradient_kernel;
+use super::query_sums::query_sums_kernel;
 use super::statistics::{statistics_kernel, units_of_row};
 use crate::device::elem_type;
 use crate::operands::{
@@ -15,7 +16,7 @@ use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl::zspace::{Shape, Strides, Tiling};
-use flash_attention_spec::{Problem, Wanted};
+use flash_attention_spec::{Problem, Summation, Wanted};
 
 /// Whether the family reads query, key, value and output gradient as they lie in memory.
 ///
@@ -68,10 +69,16 @@ pub fn attention_backward(
         bias: allocate(wanted.bias, bias_elements),
     };
     let padded = problem.seq_q.next_multiple_of(blueprint.key_value.walked);
+    let by_key = keys > 0 && (wanted.key || wanted.value);
+    // Where only the query's gradient is wanted, a kernel that computes no other is cheaper.
+    let together = by_key && wanted.query && blueprint.key_value.division == Division::Rows;
+    let summation = together.then_some(blueprint.summation);
     let row_statistics = row_statistics(
         client,
         problem,
+        blueprint,
         padded,
+        summation,
         &output,
         &statistics,
         &output_gradient,
@@ -88,10 +95,7 @@ pub fn attention_backward(
         rows,
         keys,
     };
-    if let Some(gradient) = gradients.query.clone().filter(|_| rows > 0) {
-        backward.query(gradient);
-    }
-    if keys > 0 && (wanted.key || wanted.value) {
+    if by_key {
         // One kernel computes both: one that is not asked for goes to a buffer of its own.
         let or_scratch = |handle: &Option<Handle>, features: usize| {
             let scratch = || client.empty(keys * features * float);
@@ -100,8 +104,15 @@ pub fn attention_backward(
         let key = or_scratch(&gradients.key, problem.head_dim);
         let value = or_scratch(&gradients.value, problem.value_dim);
         match blueprint.key_value.division {
-            Division::Rows => backward.key_value(key, value),
+            Division::Rows => backward.one_pass(key, value, summation),
             Division::Gradients { .. } => backward.wide_key_value(key, value),
+        }
+    }
+    if let Some(gradient) = gradients.query.clone().filter(|_| rows > 0) {
+        if together {
+            backward.query_rows(gradient);
+        } else {
+            backward.query(gradient);
         }
     }
     if let Some(gradient) = gradients.bias.clone().filter(|_| bias_elements > 0) {
@@ -122,13 +133,24 @@ pub(super) struct Backward<'a> {
     pub blueprint: &'a BackwardBlueprint,
     pub operands: &'a Operands,
     pub output_gradient: &'a TensorBinding,
-    /// `[batch * heads, 3, padded]`.
-    row_statistics: &'a Handle,
+    row_statistics: &'a RowStatistics,
     padded: usize,
     /// Rows of the query in all heads.
     rows: usize,
     /// Rows of the key in all heads.
     pub keys: usize,
+}
+
+/// What the first kernel writes for the others.
+struct RowStatistics {
+    /// `[batch * heads, 3, padded]`.
+    rows: Handle,
+    /// Sums of the query gradient `[batch * heads, padded, width]`, in tiles; zeros.
+    query_sums: Handle,
+    sum_elements: usize,
+    /// A counter for each tile of the sums, and one for the cubes; zeros.
+    turns: Handle,
+    counters: usize,
 }
 
 impl Backward<'_> {
@@ -160,7 +182,7 @@ impl Backward<'_> {
                 tensor_map(self.output_gradient.clone(), owned, element),
                 optional(&mask),
                 optional(&broadcast_bias(problem, operands.bias)),
-                BufferArg::from_raw_parts(self.row_statistics.clone(), statistic_elements),
+                BufferArg::from_raw_parts(self.row_statistics.rows.clone(), statistic_elements),
                 BufferArg::from_raw_parts(gradient, elements),
                 geometry(problem),
                 self.padded,
@@ -172,7 +194,7 @@ impl Backward<'_> {
         }
     }
 
-    fn key_value(&self, key_gradient: Handle, value_gradient: Handle) {
+    fn one_pass(&self, key_gradient: Handle, value_gradient: Handle, summation: Option<Summation>) {
         let (client, problem, blueprint) = (self.client, self.problem, self.blueprint.key_value);
         let heads = problem.batch * problem.kv_heads;
         let cubes = problem.seq_kv.div_ceil(blueprint.owned()) * heads;
@@ -182,17 +204,19 @@ impl Backward<'_> {
         let (owned, walked) = (blueprint.owned(), blueprint.walked);
         let key_elements = self.keys * problem.head_dim / 2;
         let value_elements = self.keys * problem.value_dim / 2;
-        // SAFETY: as above; each element of the two packed gradients is written once.
+        let scratch = self.row_statistics;
+        let lengths = [key_elements, value_elements, scratch.sum_elements, cubes];
+        // SAFETY: as above; each element of the two packed gradients is written once, tiles are added
+        // to sums of blocks of the problem, and a cube waits for others that have started only.
         unsafe {
-            key_value_gradient_kernel::launch_unchecked(
+            one_pass_kernel::launch_unchecked(
                 client,
                 cube_count(client, cubes),
                 CubeDim::new_1d(blueprint.units()),
-                self.address_type(&[key_elements, value_elements, cubes]),
+                self.address_type(&lengths),
                 blueprint.score_registers(),
                 blueprint.weight_registers(),
-                blueprint.key_registers(),
-                blueprint.value_registers(),
+                blueprint.sum_registers(),
                 tensor_map(operands.query, walked, element),
                 tensor_map(operands.key, owned, element),
                 tensor_map(operands.value, owned, element),
@@ -202,9 +226,12 @@ impl Backward<'_> {
                 optional(&broadcast_bias(problem, operands.bias)),
                 BufferArg::from_raw_parts(key_gradient, key_elements),
                 BufferArg::from_raw_parts(value_gradient, value_elements),
+                BufferArg::from_raw_parts(scratch.query_sums.clone(), scratch.sum_elements),
+                BufferArg::from_raw_parts(scratch.turns.clone(), scratch.counters),
                 geometry(problem),
                 section(problem, problem.seq_q * problem.group(), 1, heads),
                 blueprint,
+                summation,
                 element,
                 mask_element,
             );
@@ -214,7 +241,7 @@ impl Backward<'_> {
     /// Copies of the statistics of `rows` rows.
     pub(super) fn statistics_map(&self, rows: usize) -> TensorMapArg<Tiled> {
         let statistics = TensorBinding {
-            handle: self.row_statistics.clone().binding(),
+            handle: self.row_statistics.rows.clone().binding(),
             strides: Strides::new(&[3 * self.padded, self.padded, 1]),
             shape: Shape::new([self.problem.batch * self.problem.heads, 3, self.padded]),
             tiling: Tiling::UNTILED,
@@ -226,6 +253,29 @@ impl Backward<'_> {
             statistics.into_tensor_arg(),
             ElemType::Float(FloatKind::F32),
         )
+    }
+
+    /// The query gradient from the sums of [`one_pass`](Self::one_pass).
+    fn query_rows(&self, gradient: Handle) {
+        let (client, problem, blueprint) = (self.client, self.problem, self.blueprint.key_value);
+        let scratch = self.row_statistics;
+        let elements = self.rows * problem.head_dim;
+        let units = scratch.sum_elements / 16;
+        // SAFETY: the kernel reads whole tiles of the sums; each element of the packed gradient is
+        // written once.
+        unsafe {
+            query_sums_kernel::launch_unchecked(
+                client,
+                cube_count(client, units.div_ceil(256)),
+                CubeDim::new_1d(256),
+                AddressType::from_len(scratch.sum_elements),
+                4,
+                BufferArg::from_raw_parts(scratch.query_sums.clone(), scratch.sum_elements),
+                BufferArg::from_raw_parts(gradient, elements / 2),
+                geometry(problem),
+                blueprint,
+            );
+        }
     }
 
     /// What addresses the longest of mask, bias and `lengths`.
@@ -244,28 +294,41 @@ impl Backward<'_> {
     }
 }
 
-/// Row statistics `[batch * heads, 3, padded]`.
+/// Row statistics, and zeros for sums where there are some.
+#[allow(clippy::too_many_arguments)]
 fn row_statistics(
     client: &Client,
     problem: &Problem,
+    blueprint: &BackwardBlueprint,
     padded: usize,
+    summation: Option<Summation>,
     output: &TensorBinding,
     saved: &Handle,
     output_gradient: &TensorBinding,
     lse_gradient: &Option<TensorBinding>,
-) -> Handle {
+) -> RowStatistics {
     let rows = problem.lse_shape().iter().product::<usize>();
     let places = problem.batch * problem.heads * padded;
-    let statistics = client.empty((3 * places).max(1) * 4);
+    let width = summation.map_or(0, |_| blueprint.key_value.sum_width());
+    let sum_elements = (places * width).max(4);
+    let counters = places / 64 * (width / 64) + 1;
+    let made = RowStatistics {
+        rows: client.empty((3 * places).max(1) * 4),
+        query_sums: client.empty(sum_elements * 4),
+        sum_elements,
+        turns: client.empty(counters * 4),
+        counters,
+    };
     if rows > 0 {
-        let units = places * units_of_row(problem.value_dim);
+        // One place more for the counter of the cubes.
+        let units = (places + 1) * units_of_row(problem.value_dim);
         let longest = [output, output_gradient]
             .into_iter()
             .map(|x| x.handle.size as usize)
-            .chain([3 * places, units])
+            .chain([3 * places, units, sum_elements])
             .max();
         // SAFETY: the kernel reads rows of the problem only, through the operands' strides; one unit
-        // writes the three statistics of each row of the buffer allocated above.
+        // writes the three statistics of each row of the buffer allocated above, and each zero.
         unsafe {
             statistics_kernel::launch_unchecked(
                 client,
@@ -273,17 +336,21 @@ fn row_statistics(
                 CubeDim::new_1d(256),
                 AddressType::from_len(longest.unwrap_or(0)),
                 8,
+                4,
                 output.clone().into_tensor_arg(),
                 output_gradient.clone().into_tensor_arg(),
                 BufferArg::from_raw_parts(saved.clone(), 2 * rows),
                 optional(lse_gradient),
-                BufferArg::from_raw_parts(statistics.clone(), 3 * places),
+                BufferArg::from_raw_parts(made.rows.clone(), 3 * places),
+                BufferArg::from_raw_parts(made.query_sums.clone(), sum_elements),
+                BufferArg::from_raw_parts(made.turns.clone(), counters),
                 geometry(problem),
                 padded,
                 problem.value_dim,
+                width,
                 elem_type(problem.dtype),
             );
         }
     }
-    statistics
+    made
 }

@@ -3,17 +3,18 @@
 use super::blueprint::{ForwardBlueprint, plan_forward};
 use super::forward::forward_kernel;
 use super::gradient_blueprint::{Division, GradientBlueprint, plan_backward};
-use super::key_value_gradient::key_value_gradient_kernel;
+use super::one_pass::one_pass_kernel;
 use super::query_gradient::query_gradient_kernel;
+use super::query_sums::query_sums_kernel;
 use super::statistics::statistics_kernel;
 use super::wide_key_value_gradient::wide_key_value_gradient_kernel;
 use crate::device::{Device, elem_type};
 use crate::machine_code::{HEADS, HEADS_OF_EVERY_FORM, HEADS_WITH_OPTIONS, Options, Specimen};
 use cubecl::ir::{AddressType, ElemType, UIntKind};
-use flash_attention_spec::Dtype;
+use flash_attention_spec::{Dtype, Summation};
 
 /// Heads that do not fill the last products, and heads with fewer or more features of the value.
-const OTHERS: [[usize; 2]; 3] = [[40, 24], [192, 128], [136, 256]];
+const OTHERS: [[usize; 2]; 4] = [[40, 24], [64, 128], [192, 128], [136, 256]];
 
 pub(crate) fn specimens(device: &Device) -> Vec<Specimen> {
     let mut all = Vec::new();
@@ -26,8 +27,23 @@ pub(crate) fn specimens(device: &Device) -> Vec<Specimen> {
             }
             if let Ok(blueprint) = plan_backward(&problem, device) {
                 all.push(query_gradient(blueprint.query, options, dtype));
-                all.push(key_value_gradient(blueprint.key_value, options, dtype));
-                all.push(statistics(dims[1], dtype));
+                let b = blueprint.key_value;
+                if let Division::Gradients { .. } = b.division {
+                    all.push(wide_key_value_gradient(b, options, dtype));
+                } else {
+                    let orders = [
+                        Some(Summation::Reproducible),
+                        Some(Summation::Unordered),
+                        None,
+                    ];
+                    // One head stands for all where only the end of the kernel differs.
+                    let every = dims[0] == HEADS_OF_EVERY_FORM && options == Options::NONE;
+                    for order in &orders[..if every { 3 } else { 1 }] {
+                        all.push(one_pass(b, options, dtype, *order));
+                    }
+                    all.push(query_sums(b, dtype));
+                }
+                all.push(statistics(b, dtype));
             }
         }
     }
@@ -133,13 +149,20 @@ fn query_gradient(b: GradientBlueprint, options: Options, dtype: Dtype) -> Speci
 }
 
 #[allow(clippy::unit_arg)]
-fn key_value_gradient(b: GradientBlueprint, options: Options, dtype: Dtype) -> Specimen {
-    if let Division::Gradients { .. } = b.division {
-        return wide_key_value_gradient(b, options, dtype);
-    }
-    let name = gradient_name("key value gradient", &b, options, dtype);
+fn one_pass(
+    b: GradientBlueprint,
+    options: Options,
+    dtype: Dtype,
+    summation: Option<Summation>,
+) -> Specimen {
+    let kernel = match summation {
+        Some(Summation::Reproducible) => "one pass",
+        Some(Summation::Unordered) => "one pass unordered",
+        None => "one pass without query",
+    };
+    let name = gradient_name(kernel, &b, options, dtype);
     Specimen::new(name, move |offline| {
-        Box::new(key_value_gradient_kernel::KeyValueGradientKernel::new(
+        Box::new(one_pass_kernel::OnePassKernel::new(
             offline.settings(b.units(), AddressType::U32),
             offline.properties.clone(),
             offline.target.clone(),
@@ -152,13 +175,15 @@ fn key_value_gradient(b: GradientBlueprint, options: Options, dtype: Dtype) -> S
             offline.optional(b.biased),
             offline.buffer(),
             offline.buffer(),
+            offline.buffer(),
+            offline.buffer(),
             offline.geometry(),
             offline.index(),
             b.score_registers(),
             b.weight_registers(),
-            b.key_registers(),
-            b.value_registers(),
+            b.sum_registers(),
             b,
+            summation,
             elem_type(dtype),
             ElemType::UInt(UIntKind::U8),
         ))
@@ -198,9 +223,25 @@ fn wide_key_value_gradient(b: GradientBlueprint, options: Options, dtype: Dtype)
     })
 }
 
+fn query_sums(b: GradientBlueprint, dtype: Dtype) -> Specimen {
+    let name = format!("hopper query sums {dtype} d{} gradient", b.head_dim);
+    Specimen::new(name, move |offline| {
+        Box::new(query_sums_kernel::QuerySumsKernel::new(
+            offline.settings(256, AddressType::U32),
+            offline.properties.clone(),
+            offline.target.clone(),
+            offline.buffer(),
+            offline.buffer(),
+            offline.geometry(),
+            4,
+            b,
+        ))
+    })
+}
+
 #[allow(clippy::unit_arg)]
-fn statistics(dim: usize, dtype: Dtype) -> Specimen {
-    let name = format!("hopper row statistics {dtype} v{dim} gradient");
+fn statistics(b: GradientBlueprint, dtype: Dtype) -> Specimen {
+    let name = format!("hopper row statistics {dtype} v{} gradient", b.value_dim);
     Specimen::new(name, move |offline| {
         Box::new(statistics_kernel::StatisticsKernel::new(
             offline.settings(256, AddressType::U32),
@@ -211,10 +252,14 @@ fn statistics(dim: usize, dtype: Dtype) -> Specimen {
             offline.buffer(),
             offline.optional(true),
             offline.buffer(),
+            offline.buffer(),
+            offline.buffer(),
             offline.geometry(),
             offline.index(),
             8,
-            dim,
+            4,
+            b.value_dim,
+            b.sum_width(),
             elem_type(dtype),
         ))
     })

@@ -25,18 +25,20 @@
 //! hidden keys, its values are looked at first, and one that is not finite sends the block's product
 //! to a loop over keys that leaves out those of probability 0.
 //!
-//! Two kernels compute the gradients, without atomics: what one adds, it adds in the same order every
-//! time, at the price of two products more than one kernel with atomics has.
+//! One kernel computes the gradients in one pass over the scores: a cube owns keys, and adds what they
+//! contribute to the query gradient to sums in global memory, which a small kernel rounds in the end.
+//! Where those are the only ones wanted, a kernel whose cubes own queries has less to do.
 //!
 //! ```text
-//! key and value gradients, a cube owns keys        query gradient, a cube owns queries
+//! all gradients, a cube owns keys                  query gradient alone, a cube owns queries
 //!     for each head of the group, query block          for each visible key block
 //!         S^T = K Q^T                                      S = Q K^T
 //!         P^T = 2^(S^T - m - ln l)                         P
-//!         dV += P^T dO          weights in registers       dP = dO V^T
-//!         dP^T = V dO^T                                    dS = P (dP - D)
-//!         dS^T = P^T (dP^T - D)                            dQ += dS K
+//!         dP^T = V dO^T                                    dP = dO V^T
+//!         dS^T = P^T (dP^T - D)                            dS = P (dP - D)
+//!         dV += P^T dO          weights in registers       dQ += dS K
 //!         dK += dS^T Q
+//!         dQ += dS K            dS in shared memory, dQ in global memory
 //! ```
 //!
 //! Where heads are wide, two gradients of 64 keys are more than a warpgroup's registers hold. Then two
@@ -44,8 +46,10 @@
 //! memory, to the one with `dP`, which sums `dK`.
 //!
 //! A small kernel before them computes `D` and pads the row statistics: of transposed scores they vary
-//! along the columns, and come through shared memory with the queries.
+//! along the columns, and come through shared memory with the queries. It also writes the zeros that the
+//! sums start from.
 
+mod arrivals;
 mod blueprint;
 mod careful;
 mod forward;
@@ -53,16 +57,20 @@ mod gradient;
 mod gradient_blueprint;
 mod handover;
 mod instructions;
-mod key_value_gradient;
 mod launch;
 mod launch_backward;
 mod launch_wide;
 #[cfg(feature = "machine-code")]
 mod machine_code;
+mod one_pass;
+mod parts;
 mod pipeline;
 mod query_gradient;
+mod query_sums;
 mod softmax;
 mod statistics;
+mod step;
+mod turns;
 mod wide_instructions;
 mod wide_key_value_gradient;
 mod wide_pipeline;

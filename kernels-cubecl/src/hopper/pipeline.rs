@@ -1,6 +1,8 @@
 //! Stages of shared memory that tensor copies fill and planes are done with.
 
+use super::gradient_blueprint::GradientBlueprint;
 use super::instructions::count_up;
+use crate::schedule::Geometry;
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
@@ -114,4 +116,63 @@ pub(crate) fn release<E: Float>(
         }
     }
     sync_plane();
+}
+
+/// Asks for a block of queries of a head, with output gradients and statistics, to `stage`.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn load_queries<E: Float>(
+    full: &Shared<Barrier>,
+    query: &TensorMap<E, Tiled>,
+    output_gradient: &TensorMap<E, Tiled>,
+    statistics: &TensorMap<f32, Tiled>,
+    query_tiles: &mut Shared<[E]>,
+    gradient_tiles: &mut Shared<[E]>,
+    statistic_tiles: &mut Shared<[f32]>,
+    #[comptime] stage: usize,
+    batch: usize,
+    head: u32,
+    block: u32,
+    geometry: &Geometry,
+    #[comptime] blueprint: GradientBlueprint,
+) {
+    let block_q = comptime!(blueprint.walked);
+    let key_panels = comptime!(blueprint.head_dim.div_ceil(64));
+    let value_panels = comptime!(blueprint.value_dim.div_ceil(64));
+    let panel = comptime!(block_q * 64);
+    let row = (block * comptime!(block_q as u32)) as i32;
+    full.arrive_and_expect_tx(
+        1,
+        comptime!(((key_panels + value_panels) * panel * 2 + 3 * block_q * 4) as u32),
+    );
+    load_rows(
+        full,
+        query,
+        query_tiles,
+        comptime!(stage * key_panels * panel).runtime(),
+        batch as i32,
+        head as i32,
+        row,
+        key_panels,
+        panel,
+    );
+    full.tma_load_3d(
+        statistics,
+        &mut statistic_tiles[comptime!(stage * blueprint.statistics())
+            ..comptime!((stage + 1) * blueprint.statistics())],
+        (batch * geometry.heads) as i32 + head as i32,
+        0i32,
+        row,
+    );
+    load_rows(
+        full,
+        output_gradient,
+        gradient_tiles,
+        comptime!(stage * value_panels * panel).runtime(),
+        batch as i32,
+        head as i32,
+        row,
+        value_panels,
+        panel,
+    );
 }

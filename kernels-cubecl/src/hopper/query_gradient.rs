@@ -335,6 +335,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>
                     rounded,
                     key_at,
                     lane,
+                    0usize,
                     block_kv,
                     blueprint.head_dim,
                     element,
@@ -391,6 +392,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>
         geometry.seq_q,
         unit % 32,
         geometry.scale,
+        0usize,
         blueprint.head_dim,
         element,
     );

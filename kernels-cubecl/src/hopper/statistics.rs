@@ -34,20 +34,25 @@ pub(crate) const fn units_of_row(dim: usize) -> usize {
     dim.div_ceil(CHUNK).next_power_of_two()
 }
 
-/// Writes `[batch * heads, 3, padded]`; probabilities of rows past the last are exactly 0.
+/// Writes `[batch * heads, 3, padded]`; probabilities of rows past the last are exactly 0. Where the
+/// query's gradient is summed in global memory, also the zeros that its sums, of `width` features, and
+/// `turns` start from.
 ///
 /// `saved` is `[2, batch, heads, seq_q]`. Strides of output and gradient are multiples of 8.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
-pub(crate) fn statistics_kernel<E: Float, N: Size>(
+pub(crate) fn statistics_kernel<E: Float, N: Size, Q: Size>(
     output: &Tensor<Vector<E, N>>,
     output_gradient: &Tensor<Vector<E, N>>,
     saved: &[f32],
     lse_gradient: ComptimeOption<&Tensor<f32>>,
     statistics: &mut [f32],
+    query_sums: &mut [Vector<f32, Q>],
+    turns: &mut [u32],
     geometry: Geometry,
     padded: usize,
     #[comptime] dim: usize,
+    #[comptime] width: usize,
     #[define(E)] _element: ElemType,
 ) {
     let units = comptime!(units_of_row(dim));
@@ -77,6 +82,26 @@ pub(crate) fn statistics_kernel<E: Float, N: Size>(
     #[unroll]
     for n in 0..comptime!(units.ilog2()) {
         sum += plane_shuffle_xor(sum, comptime!(1u32 << n));
+    }
+    if batch_head < heads {
+        #[unroll]
+        for n in 0..comptime!(width / 4 / units) {
+            query_sums[place * comptime!(width / 4) + comptime!(n * units) + chunk] =
+                Vector::new(0.0f32);
+        }
+    }
+    if comptime!(width > 0) {
+        // A counter for each tile of 64 by 64; the last counts the cubes.
+        let tiles = comptime!(width / 64);
+        if chunk == 0 && place % 64 == 0 && place < heads * padded {
+            #[unroll]
+            for n in 0..tiles {
+                turns[place / 64 * tiles + n] = 0u32;
+            }
+        }
+        if chunk == 0 && place == heads * padded {
+            turns[place / 64 * tiles] = 0u32;
+        }
     }
     if chunk == 0 && batch_head < heads {
         let mut row = nothing(&geometry);

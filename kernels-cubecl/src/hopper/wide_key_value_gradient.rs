@@ -318,6 +318,7 @@ pub(crate) fn wide_key_value_gradient_kernel<
                     rounded,
                     gradient_at,
                     unit_again() % 32,
+                    0usize,
                     block_q,
                     blueprint.value_dim,
                     element,
@@ -363,6 +364,7 @@ pub(crate) fn wide_key_value_gradient_kernel<
             geometry.seq_kv,
             unit % 32,
             1.0f32,
+            0usize,
             blueprint.value_dim,
             element,
         );
@@ -467,6 +469,7 @@ pub(crate) fn wide_key_value_gradient_kernel<
                     rounded,
                     query_at,
                     unit_again() % 32,
+                    0usize,
                     block_q,
                     blueprint.head_dim,
                     element,
@@ -501,6 +504,7 @@ pub(crate) fn wide_key_value_gradient_kernel<
             geometry.seq_kv,
             unit % 32,
             geometry.scale,
+            0usize,
             blueprint.head_dim,
             element,
         );
