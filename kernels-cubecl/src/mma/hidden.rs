@@ -7,7 +7,7 @@
 use super::blueprint::Config;
 use super::fragment::{Accumulator, Chunk, Pair, chunks, pitch};
 use super::softmax::{exponent, power};
-use super::stage::{Rows, Staging, load_chunk};
+use super::stage::{Rows, Staging, load_chunk, load_number};
 use cubecl::prelude::*;
 
 /// Flags of a tile's rows, and one more: whether any is raised.
@@ -39,15 +39,13 @@ pub(crate) fn flag_rows<E: Float>(
     #[comptime] staging: Staging,
 ) {
     let width = comptime!(chunks(staging.dim));
-    for n in 0..comptime!(staging.steps()) {
-        let index = n * staging.units + UNIT_POS as usize;
-        if index < comptime!(staging.chunks()) {
-            let row = index / width;
-            let chunk = tile[slot + row * comptime!(pitch(staging.dim)) + index % width];
-            if has_non_finite(chunk, exponent) {
-                flags[row] = 1u32;
-                flags[staging.rows] = 1u32;
-            }
+    // Of an unknown number of steps: compilers would unroll them, and keep every address.
+    for index in range_stepped(UNIT_POS as usize, staging.chunks(), staging.units) {
+        let row = index / width;
+        let chunk = tile[slot + row * comptime!(pitch(staging.dim)) + index % width];
+        if has_non_finite(chunk, exponent) {
+            flags[row] = 1u32;
+            flags[staging.rows] = 1u32;
         }
     }
 }
@@ -61,14 +59,11 @@ pub(crate) fn clear_flagged_rows<E: Float>(
     #[comptime] staging: Staging,
 ) {
     let width = comptime!(chunks(staging.dim));
-    for n in 0..comptime!(staging.steps()) {
-        let index = n * staging.units + UNIT_POS as usize;
-        if index < comptime!(staging.chunks()) {
-            let row = index / width;
-            if flags[row] != 0 {
-                tile[slot + row * comptime!(pitch(staging.dim)) + index % width] =
-                    Chunk::new(E::from_int(0));
-            }
+    for index in range_stepped(UNIT_POS as usize, staging.chunks(), staging.units) {
+        let row = index / width;
+        if flags[row] != 0 {
+            tile[slot + row * comptime!(pitch(staging.dim)) + index % width] =
+                Chunk::new(E::from_int(0));
         }
     }
 }
@@ -93,6 +88,7 @@ pub(crate) fn add_flagged_rows<E: Float, N: Size>(
     #[comptime] staging: Staging,
 ) {
     let lane = UNIT_POS_PLANE;
+    let tiles = comptime!(staging.tiles());
     for j in 0..comptime!(weight_tiles * 8) {
         if flags[j] != 0 {
             // The weights of row `j`, from the lane of the four that holds them.
@@ -121,28 +117,28 @@ pub(crate) fn add_flagged_rows<E: Float, N: Size>(
                 }
             }
             #[unroll]
-            for n in 0..comptime!(chunks(staging.dim)) {
-                let chunk = load_chunk(
-                    x,
-                    rows,
-                    first_row + j as i32,
-                    n,
-                    staging.dim,
-                    staging.vector,
-                );
+            for n in 0..tiles {
+                let row = first_row + j as i32;
                 let mut even = 0.0f32;
                 let mut odd = 0.0f32;
-                #[unroll]
-                for part in 0..4usize {
-                    let here = lane % 4 == part as u32;
-                    let first = f32::cast_from(chunk.extract(comptime!(2 * part)));
-                    let second = f32::cast_from(chunk.extract(comptime!(2 * part + 1)));
-                    even = select(here, first, even);
-                    odd = select(here, second, odd);
+                if comptime!(staging.halved) {
+                    let feature = comptime!(8 * n) + (lane % 4 * 2) as usize;
+                    even = load_number(x, rows, row, feature, staging);
+                    odd = load_number(x, rows, row, feature + 1, staging);
+                } else {
+                    let chunk = load_chunk(x, rows, row, n, staging);
+                    #[unroll]
+                    for part in 0..4usize {
+                        let here = lane % 4 == part as u32;
+                        let first = f32::cast_from(chunk.extract(comptime!(2 * part)));
+                        let second = f32::cast_from(chunk.extract(comptime!(2 * part + 1)));
+                        even = select(here, first, even);
+                        odd = select(here, second, odd);
+                    }
                 }
                 #[unroll]
                 for r in 0..row_tiles {
-                    let tile = out.index_mut(comptime!(r * chunks(staging.dim) + n));
+                    let tile = out.index_mut(comptime!(r * tiles + n));
                     #[unroll]
                     for half in 0..2usize {
                         let weight = row_weights[comptime!(2 * r + half)];
@@ -167,7 +163,7 @@ pub(crate) fn add_flagged_rows<E: Float, N: Size>(
 }
 
 /// Whether an element has all exponent bits set. `exponent` holds those bits for both halves of a
-/// word.
+/// word, or for a word that is one number.
 #[cube]
 fn has_non_finite<E: Float>(chunk: Chunk<E>, #[comptime] exponent: u32) -> bool {
     let words = Vector::<u32, Const<4>>::reinterpret(chunk);
@@ -177,7 +173,10 @@ fn has_non_finite<E: Float>(chunk: Chunk<E>, #[comptime] exponent: u32) -> bool 
     #[unroll]
     for e in 0..4usize {
         let word = words.extract(e);
-        found = found || (word & low) == low || (word & high) == high;
+        found = found || (word & high) == high;
+        if comptime!(low != 0) {
+            found = found || (word & low) == low;
+        }
     }
     found
 }

@@ -12,7 +12,11 @@ use flash_attention_spec::Dtype;
 
 pub(crate) fn specimens() -> Vec<Specimen> {
     let mut all = Vec::new();
-    for asynchronous in [true, false] {
+    for (dtype, asynchronous) in [
+        (Dtype::BF16, true),
+        (Dtype::BF16, false),
+        (Dtype::F32, true),
+    ] {
         for dim in [64, 128, 256] {
             for (options, masked, more) in [
                 ("", false, false),
@@ -20,11 +24,11 @@ pub(crate) fn specimens() -> Vec<Specimen> {
                 (" mask bias softcap", true, true),
             ] {
                 for kernel in ["forward", "query gradient", "key value gradient"] {
-                    for blocks in all_blocks(kernel, dim, asynchronous).take(1) {
+                    for blocks in all_blocks(kernel, dtype, dim, asynchronous).take(1) {
                         let config = Config {
                             capped: more,
                             biased: more,
-                            ..config(blocks, dim, asynchronous)
+                            ..config(blocks, dtype, dim, asynchronous)
                         };
                         let specimen = |sides: Option<Sides>, suffix: &str| {
                             let name = format!("{}{options}{suffix}", name(kernel, &config));
@@ -54,7 +58,7 @@ pub(crate) fn specimens() -> Vec<Specimen> {
 /// The widest blocks keep a few words of local memory outside the products.
 const TOLERATED: usize = 1024;
 
-fn config(blocks: Blocks, dim: usize, asynchronous: bool) -> Config {
+fn config(blocks: Blocks, dtype: Dtype, dim: usize, asynchronous: bool) -> Config {
     Config {
         blocks,
         head_dim: dim,
@@ -65,7 +69,7 @@ fn config(blocks: Blocks, dim: usize, asynchronous: bool) -> Config {
         negative: false,
         assembly: asynchronous,
         asynchronous,
-        bf16: true,
+        dtype,
     }
 }
 
@@ -83,7 +87,10 @@ fn name(kernel: &str, config: &Config) -> String {
         "plain"
     };
     let dim = config.head_dim;
-    format!("mma {kernel} d{dim} {warps}x{row_tiles}x16 by {walked} stages {stages} {copies}")
+    let dtype = config.dtype;
+    format!(
+        "mma {dtype} {kernel} d{dim} {warps}x{row_tiles}x16 by {walked} stages {stages} {copies}"
+    )
 }
 
 fn forward(offline: &mut Offline, config: Config, masked: bool) -> Box<dyn CubeKernel> {
@@ -102,6 +109,7 @@ fn forward(offline: &mut Offline, config: Config, masked: bool) -> Box<dyn CubeK
         config.vector,
         config,
         elem_type(Dtype::BF16),
+        elem_type(config.dtype),
         ElemType::UInt(UIntKind::U8),
     ))
 }
@@ -123,6 +131,7 @@ fn query(offline: &mut Offline, config: Config, masked: bool) -> Box<dyn CubeKer
         config.vector,
         config,
         elem_type(Dtype::BF16),
+        elem_type(config.dtype),
         ElemType::UInt(UIntKind::U8),
     ))
 }
@@ -151,6 +160,7 @@ fn key_value(
         sides,
         config,
         elem_type(Dtype::BF16),
+        elem_type(config.dtype),
         ElemType::UInt(UIntKind::U8),
     ))
 }

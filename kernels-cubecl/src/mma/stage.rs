@@ -48,6 +48,8 @@ pub(crate) struct Staging {
     pub units: usize,
     /// Elements of a load.
     pub vector: usize,
+    /// Whether elements are the halves of `f32` numbers, which stay together.
+    pub halved: bool,
     /// By asynchronous copies.
     pub asynchronous: bool,
     /// Through registers, ahead of time.
@@ -64,6 +66,15 @@ impl Staging {
     /// Chunks of the tile.
     pub(crate) const fn chunks(&self) -> usize {
         self.rows * chunks(self.dim)
+    }
+
+    /// Tiles of eight features that the sums over its rows have.
+    pub(crate) const fn tiles(&self) -> usize {
+        if self.halved {
+            self.dim.div_ceil(16)
+        } else {
+            chunks(self.dim)
+        }
     }
 
     /// Chunks of a unit.
@@ -89,9 +100,10 @@ pub(crate) fn load_chunk<E: Float, N: Size>(
     rows: Rows,
     row: i32,
     chunk: usize,
-    #[comptime] dim: usize,
-    #[comptime] vector: usize,
+    #[comptime] staging: Staging,
 ) -> Chunk<E> {
+    let dim = comptime!(staging.dim);
+    let vector = comptime!(staging.vector);
     let mut loaded = Chunk::<E>::new(E::from_int(0));
     let first = chunk * CHUNK;
     if row < rows.count && first < dim {
@@ -104,7 +116,11 @@ pub(crate) fn load_chunk<E: Float, N: Size>(
                 if comptime!(vector == 1) {
                     loaded.insert(part, x[at + feature * rows.step].extract(0usize));
                 } else {
-                    let read = x[(at + feature) / vector];
+                    let mut place = feature;
+                    if comptime!(staging.halved && vector == 2) {
+                        place = feature / 2 * rows.step;
+                    }
+                    let read = x[(at + place) / vector];
                     #[unroll]
                     for e in 0..vector {
                         loaded.insert(comptime!(part * vector + e), read.extract(e));
@@ -114,6 +130,24 @@ pub(crate) fn load_chunk<E: Float, N: Size>(
         }
     }
     loaded
+}
+
+/// Feature `feature` of a row of `f32` numbers whose halves are staged; 0 past the last row and feature.
+#[cube]
+pub(crate) fn load_number<E: Float, N: Size>(
+    x: &Tensor<Vector<E, N>>,
+    rows: Rows,
+    row: i32,
+    feature: usize,
+    #[comptime] staging: Staging,
+) -> f32 {
+    let mut number = 0.0f32;
+    if row < rows.count && feature < comptime!(staging.dim / 2) {
+        let at = rows.base + row as usize * rows.stride + feature * rows.step;
+        let halves = x.as_slice().with_vector_size::<Const<2>>();
+        number = f32::reinterpret(halves[at / 2]);
+    }
+    number
 }
 
 /// Starts rows `first_row ..` on their way to `tile`, from its chunk `slot` on.
@@ -137,7 +171,7 @@ pub(crate) fn issue<E: Float, N: Size>(
             let chunk = unit % width;
             let in_row = comptime!(staging.dim.is_multiple_of(16)) || chunk * CHUNK < staging.dim;
             let first = first_row + row as i32;
-            let from = rows.base + first as usize * rows.stride + chunk * CHUNK;
+            let from = rows.base + chunk * CHUNK;
             let to = slot + row * comptime!(pitch(staging.dim)) + chunk;
             let to = shared_address::<Chunk<E>>(tile[to..to + 1].as_ptr());
             #[unroll]
@@ -145,10 +179,14 @@ pub(crate) fn issue<E: Float, N: Size>(
                 if comptime!((n + 1) * step <= staging.rows)
                     || row < comptime!(staging.rows - n * step)
                 {
-                    let inside = in_row && first + comptime!((n * step) as i32) < rows.count;
+                    let i = first + comptime!((n * step) as i32);
+                    let inside = in_row && i < rows.count;
+                    // The choice comes before the product, or compilers take the products of stride
+                    // and distance out of the loop over blocks, and keep a register for each.
+                    let i = select(inside, i, 0i32) as usize;
                     copy_chunk::<E, N>(
                         x,
-                        select(inside, from + comptime!(n * step) * rows.stride, rows.base),
+                        select(in_row, from + i * rows.stride, rows.base),
                         to,
                         comptime!(n * step * pitch(staging.dim) * 16),
                         inside,
@@ -262,8 +300,7 @@ fn own_chunk<E: Float, N: Size>(
         rows,
         first_row + (index / width) as i32,
         index % width,
-        staging.dim,
-        staging.vector,
+        staging,
     )
 }
 

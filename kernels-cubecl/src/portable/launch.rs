@@ -291,7 +291,7 @@ impl<'a> Launch<'a> {
                 vectorized,
                 capped: problem.softcap.is_some(),
             },
-            address_type: address_type(problem, operands, output_gradient),
+            address_type: address_type(problem, problem.dtype.size(), operands, output_gradient),
             element: elem_type(problem.dtype),
         }
     }
