@@ -20,11 +20,14 @@
 //! read them one by one.
 
 use super::fragment::{
-    Accumulator, Chunk, Instructions, Pair, Place, Registers, by_value, lane_along_columns,
-    lane_along_rows, load_block, pitch,
+    Accumulator, Chunk, Instructions, Pair, Place, Registers, by_value, further,
+    lane_along_columns, lane_along_rows, load_block, pitch,
 };
 use super::softmax::in_any_lane;
 use cubecl::prelude::*;
+
+/// Columns of a right operand that may be loaded ahead of the first product with them.
+const TOGETHER: usize = 2;
 
 /// The parts of a left operand over 16 elements: four registers each, of two `bf16`.
 #[derive(CubeType)]
@@ -211,50 +214,36 @@ pub(crate) fn split_dot_products<E: Float>(
     #[comptime] dim: usize,
     #[comptime] instructions: Instructions,
 ) {
-    let pitch = comptime!(pitch(2 * dim));
     let eights = comptime!(dim.div_ceil(8));
-    #[unroll]
-    for k in 0..comptime!(eights.div_ceil(2)) {
-        // The last eight features may be alone: there are zeros beside them.
-        let both = comptime!(2 * k + 1 < eights);
-        let mut left = no_left();
-        #[unroll]
-        for r in 0..row_tiles {
-            let offset = comptime!(r * 16 * pitch + 4 * k);
-            let first = load_block(a, a_place, offset, false, instructions);
-            let second = if both {
-                load_block(a, a_place, comptime!(offset + 2), false, instructions)
-            } else {
-                Registers::new(0u32)
-            };
-            push_left(&mut left, first, second);
-        }
-        #[unroll]
-        for n in 0..comptime!(column_tiles / 2) {
-            let offset = comptime!(n * 16 * pitch + 4 * k);
-            let first = load_block(b, b_place, offset, false, instructions);
-            let second = if both {
-                load_block(b, b_place, comptime!(offset + 2), false, instructions)
-            } else {
-                Registers::new(0u32)
-            };
-            #[unroll]
-            for side in 0..2usize {
-                let mut numbers = Registers::new(0u32);
-                #[unroll]
-                for element in 0..2usize {
-                    let from = comptime!(2 * side + element);
-                    numbers.insert(element, first.extract(from));
-                    numbers.insert(comptime!(element + 2), second.extract(from));
-                }
-                let columns = right(numbers);
-                #[unroll]
-                for r in 0..row_tiles {
-                    let index = comptime!(r * column_tiles + 2 * n + side);
-                    add_products(out, &left, columns, r, index);
-                }
-            }
-        }
+    // A loop at run time: unrolled, it would be a long way without a place to keep sums back at, and
+    // compilers load more of it ahead than there are registers.
+    for k in 0..comptime!(eights / 2) {
+        add_dot_products(
+            out,
+            a,
+            further(a_place, 4 * k),
+            b,
+            further(b_place, 4 * k),
+            row_tiles,
+            column_tiles,
+            comptime!(pitch(2 * dim)),
+            true,
+            instructions,
+        );
+    }
+    if comptime!(eights % 2 == 1) {
+        add_dot_products(
+            out,
+            a,
+            further(a_place, comptime!(4 * (eights / 2))),
+            b,
+            further(b_place, comptime!(4 * (eights / 2))),
+            row_tiles,
+            column_tiles,
+            comptime!(pitch(2 * dim)),
+            false,
+            instructions,
+        );
     }
     mend_dot_products(
         out,
@@ -266,6 +255,61 @@ pub(crate) fn split_dot_products<E: Float>(
         column_tiles,
         dim,
     );
+}
+
+/// Adds the products of 16 features; of 8, with zeros beside them, where there are not `both` eights.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn add_dot_products<E: Float>(
+    out: &mut Sequence<Accumulator>,
+    a: &Shared<[Chunk<E>]>,
+    a_place: Place,
+    b: &Shared<[Chunk<E>]>,
+    b_place: Place,
+    #[comptime] row_tiles: usize,
+    #[comptime] column_tiles: usize,
+    #[comptime] pitch: usize,
+    #[comptime] both: bool,
+    #[comptime] instructions: Instructions,
+) {
+    let mut left = no_left();
+    #[unroll]
+    for r in 0..row_tiles {
+        let offset = comptime!(r * 16 * pitch);
+        let first = load_block(a, a_place, offset, false, instructions);
+        let second = if both {
+            load_block(a, a_place, comptime!(offset + 2), false, instructions)
+        } else {
+            Registers::new(0u32)
+        };
+        push_left(&mut left, first, second);
+    }
+    #[unroll]
+    for n in 0..comptime!(column_tiles / 2) {
+        let offset = comptime!(n * 16 * pitch);
+        let first = load_block(b, b_place, offset, false, instructions);
+        let second = if both {
+            load_block(b, b_place, comptime!(offset + 2), false, instructions)
+        } else {
+            Registers::new(0u32)
+        };
+        #[unroll]
+        for side in 0..2usize {
+            let mut numbers = Registers::new(0u32);
+            #[unroll]
+            for element in 0..2usize {
+                let from = comptime!(2 * side + element);
+                numbers.insert(element, first.extract(from));
+                numbers.insert(comptime!(element + 2), second.extract(from));
+            }
+            let columns = right(numbers);
+            #[unroll]
+            for r in 0..row_tiles {
+                let index = comptime!(r * column_tiles + 2 * n + side);
+                add_products(out, &left, columns, r, index);
+            }
+        }
+    }
 }
 
 /// Forms dot products again that are not finite, from whole numbers: infinity times the parts of a
@@ -360,6 +404,10 @@ pub(crate) fn add_split_rows(
     }
     #[unroll]
     for n in 0..column_tiles {
+        if comptime!(n % TOGETHER == 0) {
+            // No load moves up past this: compilers would load more ahead than there are registers.
+            gpu_asm!("bar.warp.sync 0xffffffff;");
+        }
         let offset = comptime!(16 * k * row_bytes + 32 * n);
         let columns = right(load_column(b_place, offset, row_bytes));
         #[unroll]
