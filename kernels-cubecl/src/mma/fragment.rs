@@ -50,7 +50,7 @@ pub(crate) fn lane_along_columns(lane: usize) -> (usize, usize) {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Place {
-    pub index: usize,
+    index: usize,
     pub address: u32,
 }
 

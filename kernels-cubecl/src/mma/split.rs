@@ -27,7 +27,7 @@ use super::softmax::in_any_lane;
 use cubecl::prelude::*;
 
 /// Columns of a right operand that may be loaded ahead of the first product with them.
-const TOGETHER: usize = 2;
+const TOGETHER: usize = 4;
 
 /// The parts of a left operand over 16 elements: four registers each, of two `bf16`.
 #[derive(CubeType)]
@@ -245,16 +245,7 @@ pub(crate) fn split_dot_products<E: Float>(
             instructions,
         );
     }
-    mend_dot_products(
-        out,
-        a,
-        a_place.index,
-        b,
-        b_place.index,
-        row_tiles,
-        column_tiles,
-        dim,
-    );
+    mend_dot_products(out, a_place, b_place, row_tiles, column_tiles, dim);
 }
 
 /// Adds the products of 16 features; of 8, with zeros beside them, where there are not `both` eights.
@@ -313,15 +304,12 @@ fn add_dot_products<E: Float>(
 }
 
 /// Forms dot products again that are not finite, from whole numbers: infinity times the parts of a
-/// number, which have either sign, is no infinity. `a_index` and `b_index` are the lane's places.
+/// number, which have either sign, is no infinity.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-fn mend_dot_products<E: Float>(
+fn mend_dot_products(
     out: &mut Sequence<Accumulator>,
-    a: &Shared<[Chunk<E>]>,
-    a_index: usize,
-    b: &Shared<[Chunk<E>]>,
-    b_index: usize,
+    a_place: Place,
+    b_place: Place,
     #[comptime] row_tiles: usize,
     #[comptime] column_tiles: usize,
     #[comptime] dim: usize,
@@ -343,21 +331,19 @@ fn mend_dot_products<E: Float>(
         let pitch = comptime!(pitch(2 * dim));
         let (a_row, a_chunk) = lane_along_rows(lane);
         let (b_row, b_chunk) = lane_along_columns(lane);
-        let a_first = a_index - a_chunk - a_row * pitch;
-        let b_first = b_index - b_chunk - b_row * pitch;
-        let a = a.as_slice().with_vector_size::<Const<2>>();
-        let b = b.as_slice().with_vector_size::<Const<2>>();
+        let a_first = a_place.address - 16 * (a_row * pitch + a_chunk) as u32;
+        let b_first = b_place.address - 16 * (b_row * pitch + b_chunk) as u32;
         for element in 0..comptime!(4 * tiles) {
             let tile = element / 4;
             let row = tile / column_tiles * 16 + element / 2 % 2 * 8 + lane / 4;
             let column = tile % column_tiles * 8 + lane % 4 * 2 + element % 2;
-            let a_at = 4 * (a_first + row * pitch);
-            let b_at = 4 * (b_first + column * pitch);
+            let a = a_first + 16 * (row * pitch) as u32;
+            let b = b_first + 16 * (column * pitch) as u32;
             let mut dot = 0.0f32;
-            for feature in 0..dim {
+            for feature in 0..comptime!(dim as u32) {
                 dot = fma(
-                    f32::reinterpret(a[a_at + feature]),
-                    f32::reinterpret(b[b_at + feature]),
+                    load_number(a + 4 * feature),
+                    load_number(b + 4 * feature),
                     dot,
                 );
             }
@@ -378,6 +364,15 @@ fn mend_dot_products<E: Float>(
             }
         }
     }
+}
+
+/// The number at an address in shared memory.
+#[cube]
+fn load_number(address: u32) -> f32 {
+    let address = by_value::<u32>(address);
+    let number: f32;
+    gpu_asm!("ld.shared.f32 {number}, [{address}];", address = in(_) address, number = out(_) number);
+    by_value::<f32>(number)
 }
 
 /// [`add_weighted_rows`](super::fragment::add_weighted_rows) of operands in parts: `rows` holds two
