@@ -25,8 +25,8 @@ import time
 
 POINT = ("grid", "variant", "pass", "dtype", "batch", "heads", "kv_heads", "seq", "head_dim", "causal")
 RESULT = (
-    "kernel", "clock", "samples", "calls", "sets", "median_ms", "min_ms", "p10_ms", "p90_ms", "tflops",
-    "peak_share", "memory_bytes", "relative_error", "declined", "device", "hardware",
+    "kernel", "clock", "samples", "calls", "sets", "median_ms", "min_ms", "max_ms", "p10_ms", "p90_ms",
+    "tflops", "peak_share", "memory_bytes", "relative_error", "declined", "device", "hardware",
 )  # fmt: skip
 KERNELS = ("flash", "cudnn", "efficient", "flex")
 
@@ -35,6 +35,7 @@ SAMPLE_SECONDS = 0.01
 MOST_CALLS = 64
 ROTATED_BYTES = 512 << 20
 MOST_SETS = 8
+DECILES = 20  # Samples that they are taken of at least.
 WINDOW = 1024
 SOFTCAP = 50.0
 
@@ -202,9 +203,11 @@ def measure(torch, point, kernel, samples, deadline):
             seconds.append((host if clock == "host" else begin.elapsed_time(end) / 1e3) / calls)
     seconds.sort()
     median = quantile(seconds, 0.5)
-    times = [median, seconds[0], quantile(seconds, 0.1), quantile(seconds, 0.9)]
+    times = [f"{1e3 * t:.6f}" for t in (median, seconds[0], seconds[-1])]
+    enough = len(seconds) >= DECILES
+    times += [f"{1e3 * quantile(seconds, share):.6f}" if enough else "" for share in (0.1, 0.9)]
     tflops = point.operations() / median / 1e12
-    columns = [clock, len(seconds), calls, len(drawn), *(f"{1e3 * t:.6f}" for t in times)]
+    columns = [clock, len(seconds), calls, len(drawn), *times]
     return [*columns, f"{tflops:.6f}", "", memory], median
 
 
@@ -287,11 +290,11 @@ def main():
                 try:
                     columns, median = measure(torch, point, kernel, args.samples, deadline)
                     rates[key] = median / point.operations()
-                    said = f"{float(columns[4]):.4f} ms, {float(columns[8]):.1f} TFLOP/s"
+                    said = f"{float(columns[4]):.4f} ms, {float(columns[9]):.1f} TFLOP/s"
                     declined = ""
                 # Kernels decline in many ways, and one that does must not end the others.
                 except Exception as reason:
-                    columns = [""] * 11
+                    columns = [""] * 12
                     text = str(reason).strip() or type(reason).__name__
                     declined = text.splitlines()[0][:160]
                     said = f"declined: {declined}"

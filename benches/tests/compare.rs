@@ -32,7 +32,7 @@ fn error(arguments: &str) -> String {
 fn the_table_has_a_line_for_each_and_the_ratio() {
     let folder = tempfile::tempdir().unwrap();
     let csv = folder.path().join("figures.csv");
-    let arguments = "--seq 16,32 --pass forward,training --heads 2 --samples 2 --csv";
+    let arguments = "--seq 16,32 --pass forward,training,layer --heads 2 --samples 2 --csv";
     let text = stdout(&format!("{arguments} {}", csv.display()));
     assert!(
         text.starts_with("# command: compare --seq 16,32 "),
@@ -41,8 +41,10 @@ fn the_table_has_a_line_for_each_and_the_ratio() {
     for (seq, pass) in [
         ("16", "forward"),
         ("16", "training"),
+        ("16", "layer"),
         ("32", "forward"),
         ("32", "training"),
+        ("32", "layer"),
     ] {
         for by in ["flash", "burn", "burn/flash"] {
             let wanted = [seq, pass, by];
@@ -53,9 +55,9 @@ fn the_table_has_a_line_for_each_and_the_ratio() {
     let agreements = text
         .lines()
         .filter(|line| line.starts_with("# flash differs"));
-    assert_eq!(agreements.count(), 4, "{text}");
+    assert_eq!(agreements.count(), 6, "{text}");
     let csv = std::fs::read_to_string(csv).unwrap();
-    assert_eq!(csv.lines().count(), 1 + 8, "{csv}");
+    assert_eq!(csv.lines().count(), 1 + 12, "{csv}");
 }
 
 #[cfg(feature = "flex")]

@@ -1,7 +1,7 @@
 //! What a device can do, as plain data read once from its client.
 
 use cubecl::features::{MmaConfig, Tma, TypeUsage};
-use cubecl::ir::{ElemType, FloatKind};
+use cubecl::ir::{DeviceProperties, ElemType, FloatKind};
 use cubecl::prelude::*;
 use flash_attention_spec::Dtype;
 
@@ -26,6 +26,9 @@ pub struct Device {
     pub max_buffer: u64,
     /// A processor behind a graphics interface, or a CPU: no card.
     pub software: bool,
+    /// Times that the loops of one unit may go round in a kernel, where there is an end to it: Mesa's
+    /// processor driver leaves every loop after so many, and what was computed by then is the result.
+    pub loop_iterations: Option<u64>,
     /// Element types it computes with or, as storage, converts to `f32`.
     pub dtypes: Vec<Dtype>,
     /// Matrix-unit instructions, as `m x n x k input -> accumulator`.
@@ -54,7 +57,11 @@ pub fn elem_type(dtype: Dtype) -> ElemType {
 impl Device {
     /// Reads the limits of `client`'s device.
     pub fn read(client: &Client) -> Self {
-        let properties = client.properties();
+        Self::describe(client.name(), client.properties())
+    }
+
+    /// The limits in `properties`, as the runtime of that name reports them.
+    pub(crate) fn describe(runtime: &'static str, properties: &DeviceProperties) -> Self {
         let hardware = &properties.hardware;
         let dtypes = Dtype::ALL
             .into_iter()
@@ -74,7 +81,7 @@ impl Device {
             .collect();
         Self {
             hardware: properties.identity.name.clone(),
-            compiler: compiler(client.name(), properties.features.copy_async),
+            compiler: compiler(runtime, properties.features.copy_async),
             plane_size: (hardware.plane_size_min, hardware.plane_size_max),
             shared_memory: hardware.max_shared_memory_size,
             units: hardware.max_units_per_cube.min(hardware.max_cube_dim.0),
@@ -82,6 +89,11 @@ impl Device {
             max_cube_count: hardware.max_cube_count,
             max_buffer: properties.memory.max_page_size,
             software: properties.identity.physical.is_none(),
+            loop_iterations: properties
+                .identity
+                .name
+                .starts_with("llvmpipe")
+                .then_some(65_535),
             dtypes,
             matrix_shapes,
             mma_shapes,

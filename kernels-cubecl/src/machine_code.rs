@@ -1,6 +1,8 @@
 //! Every kernel's CUDA C++ without a device, for the test `machine_code`, which compiles it and reads
 //! registers, spills and instructions. Each family lists its kernels in a file of the same name.
 
+use crate::device::Device;
+use crate::portable::{BiasShape, BiasShapeLaunch};
 use crate::schedule::{Geometry, GeometryLaunch};
 use cubecl::Compiler;
 use cubecl::cmma::MatrixLayout;
@@ -17,22 +19,17 @@ use cubecl_cpp::shared::{
     register_wmma_features,
 };
 use cubecl_cpp::target::Cuda;
+use flash_attention_spec::{Dtype, ElementType, Operand, Operands, Problem};
 use std::sync::Arc;
 
-/// A kernel of a family, in one of the forms that a blueprint can give it.
+/// A kernel of a family, in one of the forms that a plan can give it.
 pub struct Specimen {
     /// Family, kernel, element type, sizes and options.
     pub name: String,
-    /// The compute capability it needs, as `90`.
-    pub since: u32,
-    /// Whether only this capability runs it: its instructions belong to one architecture.
-    pub only: bool,
-    /// Bytes of local memory and spills that are let pass.
-    pub tolerated: usize,
     build: Build,
 }
 
-type Build = Box<dyn Fn(&mut Offline) -> Box<dyn CubeKernel>>;
+type Build = Box<dyn Fn(&mut Offline) -> Box<dyn CubeKernel> + Send + Sync>;
 
 /// CUDA C++ of a kernel.
 pub struct Source {
@@ -49,39 +46,34 @@ pub(crate) struct Offline {
     launcher: KernelLauncher,
 }
 
-/// The kernels of every family.
-pub fn specimens() -> Vec<Specimen> {
-    let mut all = crate::portable::specimens();
-    all.extend(crate::mma::specimens());
-    all.extend(crate::hopper::specimens());
+/// What a call has beside its operands, as far as it changes the code of kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Options {
+    pub mask: bool,
+    pub bias: bool,
+    pub softcap: bool,
+}
+
+/// The kernels that plans choose on a device of compute capability `version`, each once.
+pub fn specimens(version: u32) -> Vec<Specimen> {
+    let device = Device::describe("cuda", &properties(version));
+    let mut all = crate::portable::specimens(&device);
+    all.extend(crate::mma::specimens(&device));
+    all.extend(crate::hopper::specimens(&device));
     all.sort_by(|a, b| a.name.cmp(&b.name));
+    all.dedup_by(|a, b| a.name == b.name);
     all
 }
 
 impl Specimen {
-    /// A kernel that runs from compute capability `since` on.
     pub(crate) fn new(
         name: impl Into<String>,
-        since: u32,
-        build: impl Fn(&mut Offline) -> Box<dyn CubeKernel> + 'static,
+        build: impl Fn(&mut Offline) -> Box<dyn CubeKernel> + Send + Sync + 'static,
     ) -> Self {
         Self {
             name: name.into(),
-            since,
-            only: false,
-            tolerated: 0,
             build: Box::new(build),
         }
-    }
-
-    /// Lets some spills pass.
-    pub(crate) fn tolerating(self, tolerated: usize) -> Self {
-        Self { tolerated, ..self }
-    }
-
-    /// Instructions of one architecture alone.
-    pub(crate) fn only(self) -> Self {
-        Self { only: true, ..self }
     }
 
     /// The kernel's source for compute capability `version`.
@@ -113,6 +105,64 @@ impl Specimen {
         })
     }
 }
+
+impl Options {
+    pub(crate) const NONE: Self = Self {
+        mask: false,
+        bias: false,
+        softcap: false,
+    };
+    pub(crate) const MASK: Self = Self {
+        mask: true,
+        ..Self::NONE
+    };
+    pub(crate) const SOFTCAP: Self = Self {
+        softcap: true,
+        ..Self::NONE
+    };
+    pub(crate) const ALL: Self = Self {
+        mask: true,
+        bias: true,
+        softcap: true,
+    };
+
+    /// The end of a specimen's name.
+    pub(crate) fn suffix(self) -> String {
+        let words = [
+            (self.mask, " mask"),
+            (self.bias, " bias"),
+            (self.softcap, " softcap"),
+        ];
+        let present = words.into_iter().filter(|(present, _)| *present);
+        present.map(|(_, word)| word).collect()
+    }
+
+    /// A problem that has them.
+    pub(crate) fn problem(self, [head_dim, value_dim]: [usize; 2], dtype: Dtype) -> Problem {
+        let scores = [1, 1, 256, 256];
+        let operands = Operands {
+            query: Operand::new([1, 2, 256, head_dim], dtype),
+            key: Operand::new([1, 2, 256, head_dim], dtype),
+            value: Operand::new([1, 2, 256, value_dim], dtype),
+            mask: self.mask.then(|| Operand::new(scores, ElementType::Bool)),
+            bias: self.bias.then(|| Operand::new(scores, dtype)),
+        };
+        let options = flash_attention_spec::Options {
+            softcap: self.softcap.then_some(20.0),
+            ..Default::default()
+        };
+        Problem::new(&operands, &options).expect("a valid problem")
+    }
+}
+
+/// The features of the heads that models have.
+pub(crate) const HEADS: [usize; 5] = [64, 96, 128, 192, 256];
+
+/// Those of the heads that options are tried on.
+pub(crate) const HEADS_WITH_OPTIONS: [usize; 3] = [64, 128, 256];
+
+/// The heads that forms which differ little from others are tried on.
+pub(crate) const HEADS_OF_EVERY_FORM: usize = 128;
 
 impl Offline {
     fn new(version: u32) -> Self {
@@ -167,10 +217,20 @@ impl Offline {
         <usize as LaunchArg>::register(1, &mut self.launcher)
     }
 
+    /// A scalar of type `u32`.
+    pub fn number(&mut self) -> <u32 as LaunchArg>::CompilationArg {
+        <u32 as LaunchArg>::register(1, &mut self.launcher)
+    }
+
     /// The run-time numbers of a problem.
     pub fn geometry(&mut self) -> <Geometry as LaunchArg>::CompilationArg {
         let geometry = GeometryLaunch::new(1, 1, 1, 1, 1, 0, 0, 0, 1.0, 1.0, f32::NEG_INFINITY);
         Geometry::register(geometry, &mut self.launcher)
+    }
+
+    /// The shape of a bias.
+    pub fn bias_shape(&mut self) -> <BiasShape as LaunchArg>::CompilationArg {
+        BiasShape::register(BiasShapeLaunch::new(1, 1, 1, 1), &mut self.launcher)
     }
 }
 

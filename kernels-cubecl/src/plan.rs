@@ -60,6 +60,19 @@ pub enum PlanError {
         /// Its units of a cube.
         units: u32,
     },
+    /// The device ends the loops of a kernel before they are through, and says nothing.
+    #[error(
+        "the loops of a kernel would go round {given} times, device {device} ends them after \
+         {expected}: expected shorter sequences, or a bias broadcast over fewer positions"
+    )]
+    Iterations {
+        /// The device's name.
+        device: String,
+        /// Times the loops of one unit go round, at most.
+        given: u128,
+        /// Times that the device lets them.
+        expected: u64,
+    },
     /// An operand is larger than a buffer of the device.
     #[error("{operand} needs {given} bytes, device {device} holds at most {expected} in a buffer")]
     Buffer {

@@ -22,9 +22,11 @@ fn above_lowest() -> f32 {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct ScoreRow {
-    /// The keys that the band leaves visible; none for a row past the last query.
+    /// The keys that the band leaves visible, from `origin` on; none for a row past the last query.
     pub first: i32,
     pub end: i32,
+    /// Where keys are counted from.
+    pub origin: i32,
     /// Offsets of the row in mask and bias.
     pub mask_base: usize,
     pub bias_base: usize,
@@ -65,8 +67,22 @@ pub(crate) fn score_row<E: Float, M: Int>(
     ScoreRow {
         first,
         end,
+        origin: 0i32,
         mask_base,
         bias_base,
+    }
+}
+
+/// The row with keys counted from `origin` on: where they lie at constant distances from it, a test
+/// takes no register for the key.
+#[cube]
+pub(crate) fn counted_from(row: ScoreRow, origin: i32) -> ScoreRow {
+    ScoreRow {
+        first: row.first - origin,
+        end: row.end - origin,
+        origin: row.origin + origin,
+        mask_base: row.mask_base,
+        bias_base: row.bias_base,
     }
 }
 
@@ -87,7 +103,9 @@ pub(crate) fn finish_score<E: Float, M: Int>(
     match bias {
         ComptimeOption::Some(bias) => {
             if visible {
-                score += f32::cast_from(bias[row.bias_base + j as usize * bias.stride(3)]);
+                score += f32::cast_from(
+                    bias[row.bias_base + (row.origin + j) as usize * bias.stride(3)],
+                );
             }
         }
         ComptimeOption::None => {}
@@ -106,7 +124,8 @@ pub(crate) fn is_visible<M: Int>(row: ScoreRow, j: i32, mask: &ComptimeOption<&T
     match mask {
         ComptimeOption::Some(mask) => {
             if visible {
-                visible = mask[row.mask_base + j as usize * mask.stride(3)] == M::from_int(0);
+                let at = row.mask_base + (row.origin + j) as usize * mask.stride(3);
+                visible = mask[at] == M::from_int(0);
             }
         }
         ComptimeOption::None => {}

@@ -3,7 +3,7 @@
 use flash_attention_spec::{Dtype, Operand, Operands, Options, Problem};
 use kernels_cubecl::device::Device;
 use kernels_cubecl::hopper::{
-    Declined, check_layout, gradient_variants, plan_backward, plan_forward, variants,
+    Declined, Division, check_layout, gradient_variants, plan_backward, plan_forward, variants,
 };
 
 /// As an NVIDIA H200 reports itself.
@@ -18,6 +18,7 @@ fn h200() -> Device {
         max_cube_count: (i32::MAX as u32, 65_535, 65_535),
         max_buffer: 64 << 30,
         software: false,
+        loop_iterations: None,
         dtypes: Dtype::ALL.to_vec(),
         matrix_shapes: Vec::new(),
         mma_shapes: Vec::new(),
@@ -66,8 +67,11 @@ fn every_variant_of_every_dimension_fits() {
                     blueprint.block_kv.is_multiple_of(16) && blueprint.block_kv <= 256,
                     "{case}"
                 );
+                assert!(blueprint.stages >= 2, "{case}");
                 assert!(blueprint.block_q() <= 256, "{case}: rows of a tensor copy");
-                let held = (blueprint.block_kv + blueprint.value_dim) / 2;
+                // Scores, probabilities and output.
+                let held =
+                    blueprint.block_kv / 2 + blueprint.block_kv / 4 + blueprint.value_dim / 2;
                 let limit = 65_536 / blueprint.units() as usize;
                 assert!(
                     held + 32 <= limit.min(255),
@@ -82,8 +86,8 @@ fn every_variant_of_every_dimension_fits() {
 #[test]
 fn every_gradient_variant_of_every_dimension_fits() {
     let device = h200();
-    for head_dim in (8..=128).step_by(8) {
-        for value_dim in (8..=128).step_by(8) {
+    for head_dim in (8..=256).step_by(8) {
+        for value_dim in (8..=256).step_by(8) {
             let dims = [head_dim, value_dim];
             let problem = problem([300, 500], dims, Dtype::BF16, Options::default());
             let chosen = plan_backward(&problem, &device).expect("every such dimension is served");
@@ -92,7 +96,7 @@ fn every_gradient_variant_of_every_dimension_fits() {
             assert_eq!(chosen.key_value, key_value[0], "{dims:?}");
             // The gradients that a unit holds: one, or two.
             let held = [(query, head_dim), (key_value, head_dim + value_dim)];
-            for (blueprint, dim) in held
+            for (blueprint, &both) in held
                 .iter()
                 .flat_map(|(all, d)| all.iter().map(move |b| (b, d)))
             {
@@ -101,8 +105,14 @@ fn every_gradient_variant_of_every_dimension_fits() {
                 assert!(blueprint.units() <= device.units, "{case}");
                 assert!(blueprint.walked.is_multiple_of(16), "{case}");
                 assert!(blueprint.owned() <= 256, "{case}: rows of a tensor copy");
-                // Probabilities and their gradients, which are rounded in place.
-                let registers = dim / 2 + blueprint.walked;
+                let registers = match blueprint.division {
+                    // Probabilities and their gradients, which are rounded in place.
+                    Division::Rows => both / 2 + blueprint.walked,
+                    // One gradient, an operand's steps, and scores while they are rounded.
+                    Division::Gradients { held } => {
+                        head_dim.max(value_dim) / 2 + 4 * held + blueprint.walked * 3 / 4
+                    }
+                };
                 let limit = 65_536 / blueprint.units() as usize;
                 assert!(
                     registers + 24 <= limit.min(255),
@@ -113,16 +123,20 @@ fn every_gradient_variant_of_every_dimension_fits() {
     }
 }
 
-/// Catches a head whose gradients would not stay in registers.
+/// Catches wide heads whose two gradients would not stay in the registers of a warpgroup, and narrow
+/// ones that would walk everything for half of the keys.
 #[test]
-fn gradients_of_wide_heads_are_declined() {
-    let wide = problem([64, 64], [192, 128], Dtype::F16, Options::default());
-    assert_eq!(
-        plan_backward(&wide, &h200())
-            .expect_err("declined")
-            .to_string(),
-        "head_dim is 192, expected at most 128 for gradients"
-    );
+fn warpgroups_share_the_keys_of_wide_heads_alone() {
+    let divided = |dims| {
+        let problem = problem([64, 64], dims, Dtype::F16, Options::default());
+        let blueprint = plan_backward(&problem, &h200()).expect("served");
+        assert_eq!(blueprint.query.division, Division::Rows, "{dims:?}");
+        matches!(blueprint.key_value.division, Division::Gradients { .. })
+    };
+    assert!(!divided([128, 128]));
+    assert!(divided([136, 64]));
+    assert!(divided([64, 136]));
+    assert!(divided([256, 256]));
 }
 
 /// Catches a device or a problem that would reach code it cannot run.

@@ -17,6 +17,7 @@ fn nvidia(name: &str, capability: u32, shared_memory: usize) -> Device {
         max_cube_count: (i32::MAX as u32, 65_535, 65_535),
         max_buffer: 16 << 30,
         software: false,
+        loop_iterations: None,
         dtypes: Dtype::ALL.to_vec(),
         matrix_shapes: shapes.to_vec(),
         mma_shapes: shapes.to_vec(),
@@ -95,7 +96,7 @@ fn two_cubes_share_a_multiprocessor_where_there_is_room() {
     let expected = Blocks {
         warps: 4,
         row_tiles: 2,
-        walked: 64,
+        walked: 48,
         stages: 2,
         prefetch: true,
     };

@@ -17,6 +17,7 @@ fn webgpu() -> Device {
         max_cube_count: (65_535, 65_535, 65_535),
         max_buffer: 128 << 20,
         software: false,
+        loop_iterations: None,
         dtypes: vec![Dtype::F32],
         matrix_shapes: Vec::new(),
         mma_shapes: Vec::new(),
@@ -39,6 +40,7 @@ fn h200() -> Device {
         max_cube_count: (i32::MAX as u32, 65_535, 65_535),
         max_buffer: 64 << 30,
         software: false,
+        loop_iterations: None,
         dtypes: Dtype::ALL.to_vec(),
         matrix_shapes: Vec::new(),
         mma_shapes: vec![
@@ -96,6 +98,7 @@ fn a_large_device_gets_large_blocks() {
     );
     let software = Device {
         software: true,
+        loop_iterations: Some(65_535),
         shared_memory: 32 << 10,
         ..webgpu()
     };
@@ -188,4 +191,46 @@ fn outputs_past_the_largest_buffer() {
         ),
         "{error}"
     );
+}
+
+/// Catches a walk that a driver ends early, which leaves wrong numbers: by long rows, by long columns
+/// that a group of heads reads, and by a bias that many blocks of scores add to.
+#[test]
+fn loops_past_what_a_device_runs() {
+    let llvmpipe = Device {
+        software: true,
+        loop_iterations: Some(65_535),
+        shared_memory: 32 << 10,
+        max_buffer: 1 << 40,
+        ..webgpu()
+    };
+    let shapes = |heads: usize, seq_q: usize, seq_kv: usize, bias: Option<[usize; 4]>| {
+        let float = |shape: [usize; 4]| Operand::new(shape, Dtype::F32);
+        let operands = Operands {
+            query: float([1, heads, seq_q, 64]),
+            key: float([1, 1, seq_kv, 64]),
+            value: float([1, 1, seq_kv, 64]),
+            mask: None,
+            bias: bias.map(float),
+        };
+        Problem::new(&operands, &Options::default()).unwrap()
+    };
+    let refused = |problem: Problem| match plan(&problem, &llvmpipe) {
+        Ok(_) => false,
+        Err(error) => {
+            assert!(
+                matches!(error, PlanError::Iterations { expected: 65_535, given, .. } if given > 65_535),
+                "{error}"
+            );
+            assert!(plan(&problem, &h200()).is_ok());
+            true
+        }
+    };
+    assert!(!refused(shapes(1, 64, 10_000, None)));
+    assert!(refused(shapes(1, 64, 100_000, None)));
+    assert!(!refused(shapes(1, 10_000, 64, None)));
+    assert!(refused(shapes(1, 100_000, 64, None)));
+    assert!(refused(shapes(16, 10_000, 64, None)));
+    assert!(!refused(shapes(1, 3000, 3000, Some([1, 1, 3000, 3000]))));
+    assert!(refused(shapes(1, 3000, 3000, Some([1; 4]))));
 }

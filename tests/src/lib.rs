@@ -1,20 +1,21 @@
 //! The device matrix: every test runs on every device that is compiled in and found.
 //!
-//! `FLASH_ATTENTION_DEVICES=vulkan,flex` restricts the run to the devices named; one that is named
-//! and absent fails. `FLASH_ATTENTION_GRID=full` widens the grid to the complete products, and
-//! `FLASH_ATTENTION_PART=2/8` runs the second of eight parts of it, for several processes at once.
+//! `FLASH_ATTENTION_DEVICES=vulkan,flex` restricts the run to the devices named, and no other driver
+//! is loaded; one that is named and absent fails. `FLASH_ATTENTION_GRID=full` widens the grid to the
+//! complete products, and `FLASH_ATTENTION_PART=2/8` runs the second of eight parts of it, for several
+//! processes at once.
 //!
 //! ```sh
 //! cargo test -p flash-attention-tests --no-default-features --features vulkan
 //! ```
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_flash_attention::{DeviceReport, devices};
+use burn_flash_attention::{DeviceReport, device, devices};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::env;
 
-/// The devices a run covers, in the order they were found.
+/// The devices a run covers, in the order they were found or named.
 ///
 /// # Panics
 /// If none is there, or `FLASH_ATTENTION_DEVICES` names one that is absent.
@@ -29,10 +30,11 @@ use std::env;
 /// # }
 /// ```
 pub fn selected_devices() -> Vec<DeviceReport> {
-    let found = devices();
     let selected = match env::var("FLASH_ATTENTION_DEVICES") {
-        Ok(names) => select(found, &names, |report| &report.name),
-        Err(_) => Ok(found),
+        Ok(names) => select(&names, device, || {
+            devices().into_iter().map(|report| report.name).collect()
+        }),
+        Err(_) => Ok(devices()),
     };
     match selected {
         Ok(selected) if selected.is_empty() => panic!("no device was compiled in and found"),
@@ -41,20 +43,26 @@ pub fn selected_devices() -> Vec<DeviceReport> {
     }
 }
 
-/// Those of `found` that `names`, separated by commas, name; or which name is absent.
-fn select<T>(found: Vec<T>, names: &str, name_of: impl Fn(&T) -> &str) -> Result<Vec<T>, String> {
-    let names: Vec<&str> = names.split(',').map(str::trim).collect();
-    let there: Vec<&str> = found.iter().map(&name_of).collect();
-    if let Some(absent) = names.iter().find(|name| !there.contains(name)) {
-        return Err(format!(
-            "FLASH_ATTENTION_DEVICES names {absent:?}, found {}",
-            there.join(", ")
-        ));
+/// The devices that `names`, separated by commas, name; or which name is absent, and which devices
+/// are there instead.
+fn select<T>(
+    names: &str,
+    find: impl Fn(&str) -> Option<T>,
+    there: impl FnOnce() -> Vec<String>,
+) -> Result<Vec<T>, String> {
+    let mut selected = Vec::new();
+    for name in names.split(',').map(str::trim) {
+        match find(name) {
+            Some(device) => selected.push(device),
+            None => {
+                let there = there().join(", ");
+                return Err(format!(
+                    "FLASH_ATTENTION_DEVICES names {name:?}, found {there}"
+                ));
+            }
+        }
     }
-    Ok(found
-        .into_iter()
-        .filter(|device| names.contains(&name_of(device)))
-        .collect())
+    Ok(selected)
 }
 
 /// Whether `FLASH_ATTENTION_GRID` asks for the complete products.
@@ -127,9 +135,12 @@ mod tests {
     /// Catches a misspelt device that silently selects nothing.
     #[test]
     fn a_named_device_must_be_there() {
-        let found = || vec!["flex", "vulkan", "vulkan:1"];
-        let select = |names| select(found(), names, |name| name);
-        assert_eq!(select("vulkan, flex"), Ok(vec!["flex", "vulkan"]));
+        let found = ["flex", "vulkan", "vulkan:1"];
+        let select = |names| {
+            let find = |name: &str| found.into_iter().find(|there| *there == name);
+            select(names, find, || found.map(String::from).to_vec())
+        };
+        assert_eq!(select("vulkan, flex"), Ok(vec!["vulkan", "flex"]));
         assert_eq!(
             select("flex,cuda"),
             Err("FLASH_ATTENTION_DEVICES names \"cuda\", found flex, vulkan, vulkan:1".into())

@@ -3,8 +3,8 @@
 
 use burn::tensor::{Bool, DType, Device, Tensor};
 use burn_flash_attention::{
-    AttentionError, AttentionOptions, flash_attention, flash_attention_with_lse,
-    try_flash_attention, try_flash_attention_with_lse,
+    AttentionError, AttentionOptions, MAX_ELEMENTS, MAX_HEAD_DIM, MAX_SEQUENCE, flash_attention,
+    flash_attention_with_lse, try_flash_attention, try_flash_attention_with_lse,
 };
 use flash_attention_spec::{Dtype, ElementType, Operand, Operands, Options, Problem};
 use flash_attention_tests::selected_devices;
@@ -184,32 +184,32 @@ fn caps_and_scales_out_of_range() {
         };
         assert_eq!(
             refusal(|options| options.softcap(0.0)),
-            "softcap is 0, expected a positive finite number"
+            "softcap is 0.0, expected a positive number from 1.18e-38 to 3.40e38"
         );
         assert_eq!(
             refusal(|options| options.softcap(-3.0)),
-            "softcap is -3, expected a positive finite number"
+            "softcap is -3.0, expected a positive number from 1.18e-38 to 3.40e38"
         );
         assert_eq!(
             refusal(|options| options.softcap(f64::NAN)),
-            "softcap is NaN, expected a positive finite number"
+            "softcap is NaN, expected a positive number from 1.18e-38 to 3.40e38"
         );
         assert_eq!(
             refusal(|options| options.softcap(f64::INFINITY)),
-            "softcap is inf, expected a positive finite number"
+            "softcap is inf, expected a positive number from 1.18e-38 to 3.40e38"
         );
         assert_eq!(
             refusal(|options| options.scale(f64::NAN)),
-            "scale is NaN, expected a finite number"
+            "scale is NaN, expected a finite number of at most 3.40e38 in size"
         );
         assert_eq!(
             refusal(|options| options.scale(f64::NEG_INFINITY)),
-            "scale is -inf, expected a finite number"
+            "scale is -inf, expected a finite number of at most 3.40e38 in size"
         );
         assert_eq!(
             refusal(|options| options.scale(f64::NAN).softcap(0.0)),
-            "scale is NaN, expected a finite number; \
-             softcap is 0, expected a positive finite number"
+            "scale is NaN, expected a finite number of at most 3.40e38 in size; \
+             softcap is 0.0, expected a positive number from 1.18e-38 to 3.40e38"
         );
     }
 }
@@ -271,13 +271,11 @@ fn element_types_attention_is_not_defined_on() {
 #[test]
 fn ranks_and_integers() {
     let float = |shape: &[usize]| Operand::new(shape, Dtype::F32);
-    let operands = Operands {
-        query: float(&[2, 4, 5, 8]),
-        key: float(&[2, 2, 7, 8]),
-        value: float(&[2, 2, 7, 6]),
-        mask: None,
-        bias: None,
-    };
+    let operands = Operands::new(
+        float(&[2, 4, 5, 8]),
+        float(&[2, 2, 7, 8]),
+        float(&[2, 2, 7, 6]),
+    );
     let refusal = |operands: Operands| {
         let error = Problem::new(&operands, &Options::default()).unwrap_err();
         AttentionError::from(error).to_string()
@@ -311,6 +309,24 @@ fn ranks_and_integers() {
         }),
         "mask has element type f32, expected bool"
     );
+}
+
+/// Catches limits of the errors' texts that users cannot name, and an overflow that a 0 hides.
+#[test]
+fn shapes_past_what_can_be_addressed() {
+    let float = |shape: [usize; 4]| Operand::new(shape, Dtype::F32);
+    let [query, key] = [[0, 1 << 62, 5, 8], [0, 1 << 62, 7, 8]].map(float);
+    let operands = Operands::new(query, key.clone(), key);
+    let error = Problem::new(&operands, &Options::new()).unwrap_err();
+    let text = AttentionError::from(error).to_string();
+    let first = format!(
+        "query has shape [0, {}, 5, 8], expected a product of at most {} over the dimensions",
+        1_usize << 62,
+        MAX_ELEMENTS
+    );
+    assert!(text.starts_with(&first), "{text}");
+    let limits = [MAX_HEAD_DIM, MAX_SEQUENCE, MAX_ELEMENTS];
+    assert!(limits.is_sorted(), "{limits:?}");
 }
 
 /// Catches a device that is given an element type it cannot compute with, and returns garbage.

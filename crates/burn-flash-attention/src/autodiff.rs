@@ -57,12 +57,11 @@ impl<B: FlashAttentionOps, const N: usize> Backward<B, N> for AttentionBackward 
             .unwrap_or_else(PoisonError::into_inner)
             .take();
         let parent = |n: usize| ops.parents.get(n).cloned().flatten();
-        let wanted = Wanted {
-            query: parent(0).is_some(),
-            key: parent(1).is_some(),
-            value: parent(2).is_some(),
-            bias: parent(3).is_some(),
-        };
+        let wanted = Wanted::NONE
+            .query(parent(0).is_some())
+            .key(parent(1).is_some())
+            .value(parent(2).is_some())
+            .bias(parent(3).is_some());
         let OperandGradients {
             query,
             key,

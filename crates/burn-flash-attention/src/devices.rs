@@ -26,6 +26,7 @@ pub(crate) fn dtypes_of(device: &Device) -> Vec<Dtype> {
 
 /// A device that is compiled in and was found, and what serves it.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct DeviceReport {
     /// Name of the backend feature, with `:n` from the second device on.
     pub name: String,
@@ -36,6 +37,8 @@ pub struct DeviceReport {
     /// What kernels are compiled by: `spirv`, `wgsl`, `msl`, `cuda c++`, `llvm`; `rust` where there
     /// are none.
     pub compiler: &'static str,
+    /// Whether it is the host's processor, behind a graphics interface too, and no card.
+    pub processor: bool,
     /// Element types it computes with.
     pub dtypes: Vec<Dtype>,
     /// Smallest and largest plane (warp, subgroup).
@@ -61,41 +64,62 @@ pub struct DeviceReport {
 /// # }
 /// ```
 pub fn devices() -> Vec<DeviceReport> {
-    found()
-        .into_iter()
-        .flat_map(|(feature, devices)| {
-            devices
-                .into_iter()
-                .enumerate()
-                .map(move |(n, device)| match n {
-                    0 => report(feature.to_string(), device),
-                    _ => report(format!("{feature}:{n}"), device),
-                })
-        })
-        .collect()
+    let each = BACKENDS.iter().flat_map(|&(feature, enumerate)| {
+        let devices = enumerate().into_iter().enumerate();
+        devices.map(move |(n, device)| report(name(feature, n), device))
+    });
+    each.collect()
 }
 
-/// The devices of each backend feature that is on.
-#[allow(clippy::vec_init_then_push, unused_mut)]
-fn found() -> Vec<(&'static str, Vec<Device>)> {
-    let mut found = Vec::new();
+/// The device that [`devices`] lists under `name`, without a look at any other backend.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// assert_eq!(burn_flash_attention::device("flex").unwrap().hardware, "host processor");
+/// assert!(burn_flash_attention::device("abacus").is_none());
+/// # }
+/// ```
+pub fn device(name: &str) -> Option<DeviceReport> {
+    named(BACKENDS, name).map(|device| report(name.to_string(), device))
+}
+
+/// Looks for the devices of a backend, which loads its driver and may take a while.
+type Enumerate = fn() -> Vec<Device>;
+
+/// Each backend feature that is on.
+const BACKENDS: &[(&str, Enumerate)] = &[
     #[cfg(feature = "flex")]
-    found.push(("flex", vec![Device::flex()]));
+    ("flex", || vec![Device::flex()]),
     #[cfg(feature = "cuda")]
-    found.push(("cuda", enumerate(burn::tensor::DeviceType::Cuda)));
+    ("cuda", || enumerate(burn::tensor::DeviceType::Cuda)),
     #[cfg(feature = "rocm")]
-    found.push(("rocm", enumerate(burn::tensor::DeviceType::Rocm)));
+    ("rocm", || enumerate(burn::tensor::DeviceType::Rocm)),
     #[cfg(feature = "metal")]
-    found.push(("metal", enumerate(burn::tensor::DeviceType::Metal)));
+    ("metal", || enumerate(burn::tensor::DeviceType::Metal)),
     #[cfg(feature = "vulkan")]
-    found.push(("vulkan", enumerate(burn::tensor::DeviceType::Vulkan)));
+    ("vulkan", || enumerate(burn::tensor::DeviceType::Vulkan)),
     #[cfg(feature = "webgpu")]
-    found.push(("webgpu", enumerate(burn::tensor::DeviceType::WebGpu)));
+    ("webgpu", || enumerate(burn::tensor::DeviceType::WebGpu)),
     #[cfg(feature = "wgpu")]
-    found.push(("wgpu", enumerate(burn::tensor::DeviceType::Wgpu)));
+    ("wgpu", || enumerate(burn::tensor::DeviceType::Wgpu)),
     #[cfg(feature = "cpu")]
-    found.push(("cpu", enumerate(burn::tensor::DeviceType::Cpu)));
-    found
+    ("cpu", || enumerate(burn::tensor::DeviceType::Cpu)),
+];
+
+/// Name of the `n`th device of a backend.
+fn name(feature: &str, n: usize) -> String {
+    match n {
+        0 => feature.to_string(),
+        _ => format!("{feature}:{n}"),
+    }
+}
+
+/// The device of that name, of the one backend that can have it.
+fn named(backends: &[(&str, Enumerate)], wanted: &str) -> Option<Device> {
+    let feature = wanted.split(':').next()?;
+    let (_, enumerate) = backends.iter().find(|(known, _)| *known == feature)?;
+    let mut devices = enumerate().into_iter().enumerate();
+    devices.find_map(|(n, device)| (name(feature, n) == wanted).then_some(device))
 }
 
 #[cfg(feature = "cube")]
@@ -108,14 +132,8 @@ fn report(name: String, device: Device) -> DeviceReport {
     let (mut forward, mut backward) = (Vec::new(), Vec::new());
     for &dtype in &dtypes {
         let operand = Operand::new([1, 1, 64, 64], dtype);
-        let operands = Operands {
-            query: operand.clone(),
-            key: operand.clone(),
-            value: operand,
-            mask: None,
-            bias: None,
-        };
-        let problem = Problem::new(&operands, &Options::default());
+        let operands = Operands::new(operand.clone(), operand.clone(), operand);
+        let problem = Problem::new(&operands, &Options::new());
         if let Some(served) = problem
             .ok()
             .and_then(|problem| explain(&problem, &device).ok())
@@ -131,6 +149,7 @@ fn report(name: String, device: Device) -> DeviceReport {
             device,
             hardware: limits.hardware.clone(),
             compiler: limits.compiler,
+            processor: limits.software,
             dtypes,
             plane_size: Some(limits.plane_size),
             shared_memory: Some(limits.shared_memory),
@@ -145,6 +164,7 @@ fn report(name: String, device: Device) -> DeviceReport {
         device,
         hardware: "host processor".to_string(),
         compiler: "rust",
+        processor: true,
         dtypes,
         plane_size: None,
         shared_memory: None,
@@ -157,6 +177,7 @@ fn report(name: String, device: Device) -> DeviceReport {
 
 /// Which kernels serve a problem on a device, and why faster ones do not.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Explanation {
     /// What runs the forward pass.
     pub forward: Served,
@@ -168,6 +189,7 @@ pub struct Explanation {
 
 /// The kernels of one pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Served {
     /// The family that runs.
     pub family: &'static str,
@@ -229,4 +251,26 @@ pub fn explain(problem: &Problem, device: &Device) -> Result<Explanation, crate:
         backward: composed,
         declined: Vec::new(),
     })
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+
+    /// Catches a driver that is loaded, with all it prints, though another device was asked for.
+    #[test]
+    fn a_name_is_looked_for_in_its_own_backend_only() {
+        let two: Enumerate = || vec![Device::flex(), Device::flex()];
+        let backends: [(&str, Enumerate); 3] = [
+            ("vulkan", || panic!("the driver was loaded")),
+            ("flex", two),
+            ("cuda", || panic!("the driver was loaded")),
+        ];
+        for there in ["flex", "flex:1"] {
+            assert!(named(&backends, there).is_some(), "{there}");
+        }
+        for absent in ["flex:0", "flex:2", "flex:", "flexible", "", ":1"] {
+            assert!(named(&backends, absent).is_none(), "{absent}");
+        }
+    }
 }

@@ -4,6 +4,20 @@ use flash_attention_spec::{Dtype, ProblemError};
 use thiserror::Error;
 
 /// Why a call was refused.
+///
+/// ```
+/// use burn_flash_attention::{AttentionError, MAX_HEAD_DIM, Reason};
+///
+/// /// Whether a smaller head dimension would help.
+/// fn is_too_wide(error: &AttentionError) -> bool {
+///     match error {
+///         AttentionError::Problem(problem) => problem.reasons.iter().any(|reason| {
+///             matches!(reason, Reason::Dim { given, .. } if *given > MAX_HEAD_DIM)
+///         }),
+///         _ => false,
+///     }
+/// }
+/// ```
 #[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum AttentionError {
@@ -44,4 +58,21 @@ pub enum AttentionError {
     #[cfg(feature = "cube")]
     #[error(transparent)]
     Plan(#[from] kernels_cubecl::plan::PlanError),
+}
+
+#[cfg(all(test, feature = "cube"))]
+mod tests {
+    /// Catches an error that holds what users of this crate cannot name.
+    #[test]
+    fn what_errors_hold_is_exported() {
+        let plan = crate::PlanError::Bindings {
+            device: "small".to_string(),
+            given: 4,
+            expected: 8,
+        };
+        assert!(matches!(
+            crate::AttentionError::from(plan),
+            crate::AttentionError::Plan(crate::PlanError::Bindings { given: 4, .. })
+        ));
+    }
 }

@@ -36,12 +36,14 @@ mod error;
 mod ops;
 mod options;
 
-pub use devices::{DeviceReport, Explanation, Served, burn_dtype, devices, explain};
+pub use devices::{DeviceReport, Explanation, Served, burn_dtype, device, devices, explain};
 pub use error::AttentionError;
 pub use flash_attention_spec::{
-    Alignment, Band, Dtype, ElementType, Operand, Operands, Options, Problem, ProblemError, Reason,
-    Wanted, Window,
+    Alignment, Band, Dtype, ElementType, MAX_ELEMENTS, MAX_HEAD_DIM, MAX_SEQUENCE, Operand,
+    Operands, Options, Problem, ProblemError, Reason, Wanted, Window,
 };
+#[cfg(feature = "cube")]
+pub use kernels_cubecl::plan::PlanError;
 pub use ops::{FlashAttentionOps, MaybeBool, MaybeFloat, OperandGradients};
 pub use options::AttentionOptions;
 

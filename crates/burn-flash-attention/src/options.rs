@@ -20,7 +20,18 @@ use flash_attention_spec::{
 /// let options = AttentionOptions::new().causal().window(Some(1024), None).softcap(50.0);
 /// assert!(options.causal);
 /// ```
+///
+/// Options will be added, so there is no literal of this type: every field has a method, and what is
+/// only known at run time can be assigned.
+///
+/// ```
+/// use burn_flash_attention::{Alignment, AttentionOptions};
+///
+/// let mut options = AttentionOptions::new().window(Some(4), Some(4)).alignment(Alignment::TopLeft);
+/// options.scale = std::env::var("SCALE").ok().and_then(|scale| scale.parse().ok());
+/// ```
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub struct AttentionOptions {
     /// Broadcasts to `[batch, heads, seq_q, seq_kv]`; **true hides**.
     pub mask: Option<Tensor<4, Bool>>,
@@ -69,17 +80,22 @@ impl AttentionOptions {
         self
     }
 
-    /// Hides later keys; the last query lines up with the last key.
+    /// Hides later keys; unless [`alignment`](Self::alignment) asks otherwise, the last query lines
+    /// up with the last key.
     pub fn causal(mut self) -> Self {
         self.causal = true;
-        self.alignment = Alignment::BottomRight;
         self
     }
 
     /// Hides later keys; the first query lines up with the first key.
-    pub fn causal_top_left(mut self) -> Self {
-        self.causal = true;
-        self.alignment = Alignment::TopLeft;
+    pub fn causal_top_left(self) -> Self {
+        self.causal().alignment(Alignment::TopLeft)
+    }
+
+    /// Places the diagonal of `causal` and `window`, which lies elsewhere only where the lengths of
+    /// query and key differ.
+    pub fn alignment(mut self, alignment: Alignment) -> Self {
+        self.alignment = alignment;
         self
     }
 
@@ -96,26 +112,17 @@ impl AttentionOptions {
         key: &Tensor<4>,
         value: &Tensor<4>,
     ) -> Result<Problem, AttentionError> {
-        let operands = Operands {
-            query: operand(query),
-            key: operand(key),
-            value: operand(value),
-            mask: self
-                .mask
-                .as_ref()
-                .map(|mask| Operand::new(mask.dims(), ElementType::Bool)),
-            bias: self.bias.as_ref().map(operand),
-        };
-        let problem = Problem::new(
-            &operands,
-            &Options {
-                scale: self.scale,
-                softcap: self.softcap,
-                causal: self.causal,
-                alignment: self.alignment,
-                window: self.window,
-            },
-        )?;
+        let mask = self.mask.as_ref();
+        let operands = Operands::new(operand(query), operand(key), operand(value))
+            .mask(mask.map(|mask| Operand::new(mask.dims(), ElementType::Bool)))
+            .bias(self.bias.as_ref().map(operand));
+        let mut options = Options::new();
+        options.scale = self.scale;
+        options.softcap = self.softcap;
+        options.causal = self.causal;
+        options.alignment = self.alignment;
+        options.window = self.window;
+        let problem = Problem::new(&operands, &options)?;
         let device = query.device();
         let others = [
             ("key", Some(key.device())),
@@ -143,6 +150,21 @@ impl AttentionOptions {
         let mask = self.mask.clone().map(Tensor::into_dispatch);
         let bias = self.bias.clone().map(Tensor::into_dispatch);
         (mask.into(), bias.into())
+    }
+}
+
+/// Those of a checked problem, without mask and bias.
+impl From<Options> for AttentionOptions {
+    fn from(options: Options) -> Self {
+        Self {
+            mask: None,
+            bias: None,
+            scale: options.scale,
+            softcap: options.softcap,
+            causal: options.causal,
+            alignment: options.alignment,
+            window: options.window,
+        }
     }
 }
 
@@ -198,4 +220,47 @@ fn operand(tensor: &Tensor<4>) -> Operand {
         other => ElementType::Other(format!("{other:?}").to_lowercase()),
     };
     Operand::new(tensor.dims(), element)
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+
+    /// Catches an option that no method reaches, and one method that undoes another.
+    #[test]
+    fn every_option_has_a_method_and_methods_come_in_any_order() {
+        let device = Device::flex();
+        let [query, key] = [3, 7].map(|seq| Tensor::<4>::ones([1, 1, seq, 4], &device));
+        let mask = Tensor::<4, Bool>::full([1, 1, 1, 7], false, &device);
+        let all = [
+            AttentionOptions::new()
+                .alignment(Alignment::TopLeft)
+                .causal()
+                .window(Some(1), None)
+                .scale(0.5)
+                .softcap(2.0)
+                .mask(mask.clone())
+                .bias(Tensor::ones([1, 1, 3, 7], &device)),
+            AttentionOptions::new()
+                .bias(Tensor::ones([1, 1, 3, 7], &device))
+                .mask(mask)
+                .softcap(2.0)
+                .scale(0.5)
+                .window(Some(1), None)
+                .causal_top_left(),
+        ];
+        let [one, other] = all.map(|options| options.problem(&query, &key, &key).unwrap());
+        assert_eq!(one, other);
+        assert_eq!((one.scale, one.softcap), (0.5, Some(2.0)));
+        assert_eq!(
+            (one.mask, one.bias),
+            (Some([1, 1, 1, 7]), Some([1, 1, 3, 7]))
+        );
+        assert_eq!(one.band.keys(2, 7), 1..3);
+
+        let window = AttentionOptions::new().window(Some(1), Some(1));
+        let window = window.alignment(Alignment::TopLeft);
+        let problem = window.problem(&query, &key, &key).unwrap();
+        assert_eq!(problem.band.keys(2, 7), 1..4);
+    }
 }

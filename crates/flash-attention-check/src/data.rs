@@ -130,13 +130,9 @@ impl Data {
 
     /// The operands as the reference takes them.
     pub fn inputs(&self) -> Inputs<'_> {
-        Inputs {
-            query: &self.query,
-            key: &self.key,
-            value: &self.value,
-            mask: self.mask.as_deref(),
-            bias: self.bias.as_deref(),
-        }
+        Inputs::new(&self.query, &self.key, &self.value)
+            .mask(self.mask.as_deref())
+            .bias(self.bias.as_deref())
     }
 }
 

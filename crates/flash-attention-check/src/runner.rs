@@ -250,16 +250,10 @@ impl Prepared {
     }
 
     fn options(&self, operands: &Operands) -> AttentionOptions {
-        let options = &self.case.options;
-        AttentionOptions {
-            mask: operands.mask.clone(),
-            bias: operands.bias.clone(),
-            scale: options.scale,
-            softcap: options.softcap,
-            causal: options.causal,
-            alignment: options.alignment,
-            window: options.window,
-        }
+        let mut options = AttentionOptions::from(self.case.options);
+        options.mask = operands.mask.clone();
+        options.bias = operands.bias.clone();
+        options
     }
 
     fn loss(&self, data: &Data, output: &Tensor<4>, lse: Option<&Tensor<3>>) -> Tensor<1> {

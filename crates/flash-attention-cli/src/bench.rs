@@ -2,35 +2,38 @@
 
 mod call;
 mod grid;
+mod limit;
 mod memory;
 mod peak;
 mod peers;
 mod plot;
 mod record;
+mod summary;
 mod timing;
 mod verify;
 
 use crate::Outcome;
 use crate::devices;
 use crate::failure::guard;
-use crate::report::{Report, Table};
+use crate::report::Report;
 use burn_flash_attention::{DeviceReport, Dtype, Explanation, explain};
 use call::Operands;
 use clap::{ArgAction, Args};
 use grid::{Choice, Element, Grid, Pass, Point};
 use indicatif::{ProgressBar, ProgressStyle};
+use limit::Limit;
 use memory::Gauge;
 use peers::Peers;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
-use record::{Measured, POINT, RESULT, TITLES, csv_line, point_csv, point_json};
+use record::{Measured, POINT, RESULT, csv_line, point_csv, point_json};
 use serde_json::json;
-use std::fmt::Write as _;
 use std::fs::File;
 use std::io::Write;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Instant;
+use summary::{About, Found, measured, report};
 
 /// Measure time, throughput and memory on a grid of problems
 ///
@@ -47,14 +50,19 @@ use std::time::{Duration, Instant};
 /// TFLOP/s count 4 * batch * heads * seq^2 * head_dim operations forward, half if causal, 2.5 times
 /// as many backward. Memory is what one call and its inputs take of the device; on the host, all that
 /// the process holds. The exit status is 0 only when every point was right and was measured.
+///
+/// With --time-limit no point is begun that would not be done in time, by the rate of points before
+/// it or, where there is none, of smaller ones that are tried first; the limit is looked at again
+/// before each step and each sample of a point, so that no more than one step runs past it. What was left
+/// out is named, and points with fewer samples than asked for are.
 #[derive(Args)]
 pub struct BenchArgs {
     /// A name that `attn devices` lists [default: the first device with kernels, else the first]
     #[arg(long, value_name = "D")]
     device: Option<String>,
-    /// Which points
-    #[arg(long, default_value = "paper")]
-    grid: Grid,
+    /// Which points [default: paper, which would take a processor hours: small there]
+    #[arg(long)]
+    grid: Option<Grid>,
     /// Passes, separated by commas [default: the grid's]
     #[arg(long, value_name = "P", value_delimiter = ',')]
     pass: Vec<Pass>,
@@ -73,7 +81,7 @@ pub struct BenchArgs {
     /// Timed samples of each point
     #[arg(long, value_name = "N", default_value = "20")]
     samples: NonZeroUsize,
-    /// Start no point that would not be done this long after the start; those count as failed
+    /// Begin no point that would not be done this long after the start; those count as failed
     #[arg(long, value_name = "SECONDS", value_parser = parse_positive)]
     time_limit: Option<f64>,
     /// What the device could do at most [default: its data sheet's, where that is known]
@@ -100,19 +108,15 @@ fn parse_positive(text: &str) -> Result<f64, String> {
     }
 }
 
-/// What became of a point.
-enum Found {
-    Measured(Box<Measured>),
-    Failed(String),
-    /// It would have gone past the time limit.
-    NotReached,
-}
-
 pub fn execute(args: BenchArgs) -> Outcome<Report> {
     let start = Instant::now();
     let device = devices::find(args.device.as_deref())?;
     let dtype = dtype(&args, &device)?;
-    let points = points(&args, dtype)?;
+    let grid = args.grid.unwrap_or(match device.processor {
+        true => Grid::Small,
+        false => Grid::Paper,
+    });
+    let points = points(&args, grid, dtype)?;
     // Before anything is written: the file of peers may be the one that is replaced.
     let peers = args.peers.as_deref().map(Peers::read).transpose()?;
     let mut csv = args.csv.as_deref().map(create).transpose()?;
@@ -124,45 +128,48 @@ pub fn execute(args: BenchArgs) -> Outcome<Report> {
         csv.write_all(csv_line(&[POINT.as_slice(), RESULT.as_slice()].concat()).as_bytes())?;
     }
 
-    let limit = args
-        .time_limit
-        .map(Duration::try_from_secs_f64)
-        .transpose()?;
-    let mut clock = Limit {
-        deadline: limit.and_then(|limit| start.checked_add(limit)),
-        rates: Vec::new(),
-    };
+    let mut limit = Limit::new(start, args.time_limit)?;
     let peak = args.peak.or(peak::known(&device.hardware, dtype));
     let bar = progress(points.len());
     let mut found = Vec::new();
     for point in points {
         bar.set_message(point.to_string());
-        let outcome = if clock.allows(&point) {
-            let samples = args.samples.get();
-            match guard(|| measure(&point, &device, samples, peak, clock.deadline)) {
-                Ok(measured) => {
-                    clock.learn(&measured);
-                    if let Some(csv) = &mut csv {
-                        csv.write_all(csv_line(&measured.csv(&device)).as_bytes())?;
-                    }
-                    Found::Measured(Box::new(measured))
-                }
-                Err(error) => Found::Failed(error.to_string()),
+        let outcome = guard(|| {
+            if !limit.allows(&point, |smaller| probe(smaller, &device))? {
+                return Ok(Found::NotReached);
             }
-        } else {
-            Found::NotReached
-        };
+            Ok(
+                match measure(&point, &device, args.samples.get(), peak, &limit)? {
+                    Some(measured) => Found::Measured(Box::new(measured)),
+                    None => Found::CutOff,
+                },
+            )
+        });
+        let outcome = outcome.unwrap_or_else(|error| Found::Failed(error.to_string()));
+        if let Found::Measured(measured) = &outcome {
+            limit.learn(&point, measured.median());
+            if let Some(csv) = &mut csv {
+                csv.write_all(csv_line(&measured.csv(&device)).as_bytes())?;
+            }
+        }
         found.push((point, outcome));
         bar.inc(1);
     }
     bar.finish_and_clear();
     if let Some(mut plot) = plot {
-        let title = format!("{}, {dtype}, {} grid", device.hardware, args.grid);
+        let title = format!("{}, {dtype}, {grid} grid", device.hardware);
         let none = Peers::default();
         let svg = plot::svg(&title, &measured(&found), peers.as_ref().unwrap_or(&none));
         plot.write_all(svg.as_bytes())?;
     }
-    report(&args, &device, dtype, &found, peers.as_ref())
+    let about = About {
+        device: &device,
+        grid,
+        grid_is_default: args.grid.is_none(),
+        dtype,
+        samples: args.samples.get(),
+    };
+    report(&about, &found, peers.as_ref())
 }
 
 fn dtype(args: &BenchArgs, device: &DeviceReport) -> Outcome<Dtype> {
@@ -181,7 +188,7 @@ fn dtype(args: &BenchArgs, device: &DeviceReport) -> Outcome<Dtype> {
 }
 
 /// The points asked for, every one of which is a valid problem, and one at least.
-fn points(args: &BenchArgs, dtype: Dtype) -> Outcome<Vec<Point>> {
+fn points(args: &BenchArgs, grid: Grid, dtype: Dtype) -> Outcome<Vec<Point>> {
     let numbers = |given: &[NonZeroUsize]| given.iter().map(|n| n.get()).collect();
     let choice = Choice {
         passes: args.pass.clone(),
@@ -189,9 +196,13 @@ fn points(args: &BenchArgs, dtype: Dtype) -> Outcome<Vec<Point>> {
         seqs: numbers(&args.seq),
         causal: args.causal,
     };
-    let points = args.grid.points(&choice, dtype);
+    let points = grid.points(&choice, dtype);
     if points.is_empty() {
-        return Err(format!("the {} grid has no such point", args.grid).into());
+        let hint = match args.grid {
+            Some(_) => "",
+            None => ", and is the default of this device; --grid takes another",
+        };
+        return Err(format!("the {grid} grid has no such point{hint}").into());
     }
     for point in &points {
         call::problem(point)?;
@@ -219,14 +230,27 @@ fn list(points: &[Point], csv: Option<File>) -> Outcome<Report> {
     })
 }
 
-/// Draws, verifies and times one point.
+/// Seconds of one call of a point, after another one. Nothing is kept of either.
+fn probe(point: &Point, device: &DeviceReport) -> Outcome<f64> {
+    let problem = call::problem(point)?;
+    let device = &device.device;
+    let operands = Operands::draw(point, &problem, device, None)?;
+    operands.run(point, &problem)?;
+    device.sync()?;
+    let start = Instant::now();
+    operands.run(point, &problem)?;
+    device.sync()?;
+    Ok(start.elapsed().as_secs_f64())
+}
+
+/// Draws, verifies and times one point; `None` if the time is up before the first sample.
 fn measure(
     point: &Point,
     device: &DeviceReport,
     samples: usize,
     peak: Option<f64>,
-    deadline: Option<Instant>,
-) -> Outcome<Measured> {
+    limit: &Limit,
+) -> Outcome<Option<Measured>> {
     let problem = call::problem(point)?;
     let explanation = explain(&problem, &device.device)?;
     let device = &device.device;
@@ -239,25 +263,28 @@ fn measure(
     let outputs = first.run(point, &problem)?;
     device.sync()?;
     let memory = gauge.peak();
-    let verdicts = verify::verify(point, &problem, &first, &outputs, &mut rng)?;
+    let verdicts = verify::verify(point, &problem, &first, &outputs, limit, &mut rng)?;
+    let Some(verdicts) = verdicts else {
+        return Ok(None);
+    };
     drop(outputs);
 
     let count = timing::sets(point);
     let mut sets = vec![first];
-    while sets.len() < count {
+    while sets.len() < count && !limit.is_over() {
         sets.push(Operands::draw(point, &problem, device, Some(&sets[0]))?);
     }
-    let timing = timing::time(point, &problem, device, &sets, samples, deadline)?;
-    Ok(Measured {
+    let timing = timing::time(point, &problem, device, &sets, samples, limit)?;
+    Ok(timing.map(|timing| Measured {
         point: point.clone(),
         kernel: kernel(point.pass, &explanation),
         explanation: explanation.to_string(),
         timing,
-        sets: count,
+        sets: sets.len(),
         memory,
         verdicts,
         peak,
-    })
+    }))
 }
 
 /// The family that serves a pass; of training both, where they differ.
@@ -271,162 +298,11 @@ fn kernel(pass: Pass, explanation: &Explanation) -> String {
     }
 }
 
-/// Which points there is time for.
-struct Limit {
-    deadline: Option<Instant>,
-    /// Seconds an operation, of the latest point of each pass.
-    rates: Vec<(Pass, f64)>,
-}
-
-impl Limit {
-    /// Whether the point would be done in time, by the rate of the one before it: each is called
-    /// three times at least, to be verified, to warm up and to be timed.
-    fn allows(&self, point: &Point) -> bool {
-        let Some(deadline) = self.deadline else {
-            return true;
-        };
-        let left = deadline.saturating_duration_since(Instant::now());
-        let rate = self.rates.iter().find(|(pass, _)| *pass == point.pass);
-        let needed = rate.map_or(0.0, |(_, rate)| 3.0 * rate * point.operations());
-        needed < left.as_secs_f64()
-    }
-
-    fn learn(&mut self, measured: &Measured) {
-        let pass = measured.point.pass;
-        self.rates.retain(|(known, _)| *known != pass);
-        let rate = measured.median() / measured.point.operations();
-        self.rates.push((pass, rate));
-    }
-}
-
 /// On standard error, and only where that is a terminal.
 fn progress(points: usize) -> ProgressBar {
     let bar = ProgressBar::new(points as u64);
     match ProgressStyle::with_template("{wide_bar} {pos}/{len} {eta} {msg}") {
         Ok(style) => bar.with_style(style),
         Err(_) => bar,
-    }
-}
-
-fn measured(found: &[(Point, Found)]) -> Vec<Measured> {
-    let measured = found.iter().filter_map(|(_, found)| match found {
-        Found::Measured(measured) => Some((**measured).clone()),
-        Found::Failed(_) | Found::NotReached => None,
-    });
-    measured.collect()
-}
-
-fn report(
-    args: &BenchArgs,
-    device: &DeviceReport,
-    dtype: Dtype,
-    found: &[(Point, Found)],
-    peers: Option<&Peers>,
-) -> Outcome<Report> {
-    let measured = measured(found);
-    let ratios = |measured: &Measured| peers.map_or(Vec::new(), |peers| peers.ratios(measured));
-    let mut failures = Vec::new();
-    let mut not_reached = Vec::new();
-    for (point, found) in found {
-        match found {
-            Found::Measured(_) => {}
-            Found::Failed(message) => failures.push((point, message)),
-            Found::NotReached => not_reached.push(point),
-        }
-    }
-    let failed = failures.iter().map(|(point, message)| {
-        let mut document = point_json(point);
-        document["message"] = message.as_str().into();
-        document
-    });
-    Ok(Report {
-        text: text(
-            args,
-            device,
-            dtype,
-            &measured,
-            &failures,
-            &not_reached,
-            peers,
-        )?,
-        json: json!({
-            "device": device.name,
-            "hardware": device.hardware,
-            "compiler": device.compiler,
-            "build": build(),
-            "grid": args.grid.to_string(),
-            "dtype": dtype.to_string(),
-            "points": measured.iter().map(|it| it.json(&ratios(it))).collect::<Vec<_>>(),
-            "failures": failed.collect::<Vec<_>>(),
-            "not_reached": not_reached.iter().map(|point| point_json(point)).collect::<Vec<_>>(),
-        }),
-        failure: failure(found.len(), &failures, not_reached.len()),
-    })
-}
-
-fn build() -> &'static str {
-    match cfg!(debug_assertions) {
-        true => "dev",
-        false => "release",
-    }
-}
-
-fn text(
-    args: &BenchArgs,
-    device: &DeviceReport,
-    dtype: Dtype,
-    measured: &[Measured],
-    failures: &[(&Point, &String)],
-    not_reached: &[&Point],
-    peers: Option<&Peers>,
-) -> Outcome<String> {
-    let (name, hardware, compiler) = (&device.name, &device.hardware, device.compiler);
-    let mut text = format!(
-        "{name}: {hardware}, compiler {compiler}, {} build; {} grid, {dtype}\n",
-        build(),
-        args.grid,
-    );
-    if !measured.is_empty() {
-        let mut clocks: Vec<String> = measured
-            .iter()
-            .map(|it| it.timing.clock.to_string())
-            .collect();
-        clocks.sort();
-        clocks.dedup();
-        writeln!(
-            text,
-            "times in ms a call, {} clock; memory in MiB",
-            clocks.join(" and ")
-        )?;
-        let mut table = Table::new(TITLES);
-        measured.iter().for_each(|it| table.row(it.cells()));
-        write!(text, "\n{table}")?;
-    }
-    if let Some(peers) = peers {
-        write!(text, "\n{}", peers::text(measured, peers))?;
-    }
-    if !failures.is_empty() || !not_reached.is_empty() {
-        writeln!(text)?;
-    }
-    for (point, message) in failures {
-        writeln!(text, "  FAILED {point}: {message}")?;
-    }
-    for point in not_reached {
-        writeln!(text, "  not reached in time: {point}")?;
-    }
-    Ok(text)
-}
-
-/// Why the exit status is not 0.
-fn failure(points: usize, failures: &[(&Point, &String)], not_reached: usize) -> Option<String> {
-    match (failures.first(), not_reached) {
-        (Some((point, message)), _) => Some(format!(
-            "{} of {points} points failed; the first, {point}: {message}",
-            failures.len()
-        )),
-        (None, 0) => None,
-        (None, _) => Some(format!(
-            "{not_reached} of {points} points were not reached within the time limit"
-        )),
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::Outcome;
 use crate::report::Report;
-use burn_flash_attention::{DeviceReport, Dtype, devices};
+use burn_flash_attention::{DeviceReport, Dtype, device, devices};
 use clap::Args;
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -67,21 +67,15 @@ pub fn all() -> Outcome<Vec<DeviceReport>> {
     Ok(found)
 }
 
-/// The device called `name`; without a name the first that runs kernels, else the first.
+/// The device called `name`, without a look at other backends; without a name the first that runs
+/// kernels, else the first.
 pub fn find(name: Option<&str>) -> Outcome<DeviceReport> {
-    let mut found = devices();
-    let at = match name {
-        Some(name) => found.iter().position(|report| report.name == name),
-        None => found
-            .iter()
-            .position(|report| report.compiler != "rust")
-            .or((!found.is_empty()).then_some(0)),
-    };
-    match (at, name) {
-        (Some(at), _) => Ok(found.swap_remove(at)),
-        (None, Some(name)) => Err(unknown(name, &found).into()),
-        (None, None) => Err(no_device(&found).into()),
+    if let Some(name) = name {
+        return device(name).ok_or_else(|| unknown(name, &devices()).into());
     }
+    let mut found = all()?;
+    let kernels = found.iter().position(|report| report.compiler != "rust");
+    Ok(found.swap_remove(kernels.unwrap_or(0)))
 }
 
 fn absent() -> impl Iterator<Item = &'static str> {
@@ -188,6 +182,7 @@ fn to_json(report: &DeviceReport) -> Value {
         "name": report.name,
         "hardware": report.hardware,
         "compiler": report.compiler,
+        "processor": report.processor,
         "dtypes": dtypes(report),
         "plane_size": report.plane_size.map(|(least, most)| [least, most]),
         "shared_memory": report.shared_memory,

@@ -25,7 +25,7 @@ type Outcome<T> = Result<T, Box<dyn Error>>;
 ///
 /// Lists the devices that can compute it, holds them to an f64 reference, runs it on a file of
 /// tensors, measures it, and shows the block recurrence step by step. The exit status is 0 only when all is
-/// well; an error is one line on standard error.
+/// well; 2 where the command line is wrong, with a hint on standard error; else 1, with one line there.
 #[derive(Parser)]
 #[command(name = "attn", version, arg_required_else_help = false)]
 struct Cli {
@@ -49,14 +49,14 @@ fn main() -> ExitCode {
     keep_panics();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) if error.use_stderr() => {
-            eprintln!("{}", usage_error(&error));
-            return ExitCode::from(2);
-        }
-        Err(help) => {
-            // A reader that closes the pipe early has seen enough.
-            let _ = help.print();
-            return ExitCode::SUCCESS;
+        Err(usage) => {
+            // Help, or what is wrong with the command line and a hint. A reader that closes the pipe
+            // early has seen enough.
+            let _ = usage.print();
+            return match usage.use_stderr() {
+                true => ExitCode::from(2),
+                false => ExitCode::SUCCESS,
+            };
         }
     };
     let outcome = guard(|| match cli.command {
@@ -86,13 +86,4 @@ fn print(report: Report, json: bool) -> Outcome<Option<String>> {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(report.failure),
     }
-}
-
-/// clap's message without the usage text that follows it.
-fn usage_error(error: &clap::Error) -> String {
-    let text = error.render().to_string();
-    let parts = text.split("\n\n").map(one_line);
-    let message =
-        parts.take_while(|part| !part.starts_with("Usage:") && !part.starts_with("For more"));
-    message.collect::<Vec<_>>().join("; ")
 }

@@ -4,6 +4,7 @@ mod array;
 mod compute;
 mod input;
 mod output;
+mod seen;
 
 use crate::Outcome;
 use crate::devices;
@@ -51,10 +52,10 @@ pub struct RunArgs {
     #[arg(long, value_name = "L,R", allow_hyphen_values = true, value_parser = parse_window)]
     window: Option<Window>,
     /// Factor on q . k [default: 1 / sqrt(head_dim)]
-    #[arg(long, value_name = "X", allow_hyphen_values = true)]
+    #[arg(long, value_name = "X", allow_hyphen_values = true, value_parser = parse_scale)]
     scale: Option<f64>,
     /// Cap scores softly: C * tanh(score / C)
-    #[arg(long, value_name = "C", allow_hyphen_values = true)]
+    #[arg(long, value_name = "C", allow_hyphen_values = true, value_parser = parse_softcap)]
     softcap: Option<f64>,
 }
 
@@ -83,17 +84,32 @@ fn parse_window(text: &str) -> Result<Window, String> {
     }
 }
 
+fn parse_scale(text: &str) -> Result<f64, String> {
+    let scale = parse_number(text)?;
+    let checked = Options::new().scale(scale).check();
+    checked.map(|()| scale).map_err(|error| error.to_string())
+}
+
+fn parse_softcap(text: &str) -> Result<f64, String> {
+    let softcap = parse_number(text)?;
+    let checked = Options::new().softcap(softcap).check();
+    checked.map(|()| softcap).map_err(|error| error.to_string())
+}
+
+fn parse_number(text: &str) -> Result<f64, String> {
+    let wrong = |_| "expected a number, such as 50 or 0.125 or 1e-3".to_string();
+    text.parse().map_err(wrong)
+}
+
 pub fn execute(args: RunArgs) -> Outcome<Report> {
-    let options = Options {
-        scale: args.scale,
-        softcap: args.softcap,
-        causal: args.causal.is_some(),
-        alignment: match args.causal {
-            Some(Causal::TopLeft) => Alignment::TopLeft,
-            _ => Alignment::BottomRight,
-        },
-        window: args.window.unwrap_or_default(),
-    };
+    let mut options = Options::new().alignment(match args.causal {
+        Some(Causal::TopLeft) => Alignment::TopLeft,
+        _ => Alignment::BottomRight,
+    });
+    options.causal = args.causal.is_some();
+    options.scale = args.scale;
+    options.softcap = args.softcap;
+    options.window = args.window.unwrap_or_default();
     let path = args.input.display();
     let bytes = fs::read(&args.input).map_err(|error| format!("input {path}: {error}"))?;
     let inputs =

@@ -1,6 +1,7 @@
 //! Typed errors: each names the operand, what was given and what was expected.
 
-use crate::problem::{ElementType, MAX_HEAD_DIM, MAX_SEQUENCE};
+use crate::operand::ElementType;
+use crate::problem::{MAX_ELEMENTS, MAX_HEAD_DIM, MAX_SEQUENCE};
 use std::fmt;
 use thiserror::Error;
 
@@ -60,6 +61,17 @@ pub enum Reason {
         /// Its size as given.
         given: usize,
     },
+    /// An operand, or the output that the operands lead to, has more elements than can be addressed.
+    #[error(
+        "{operand} has shape {given:?}, expected a product of at most {MAX_ELEMENTS} over the \
+         dimensions that are not 0"
+    )]
+    Elements {
+        /// Name of the operand, or `output`.
+        operand: &'static str,
+        /// The shape as given.
+        given: [usize; 4],
+    },
     /// A mask or bias cannot be broadcast to the scores.
     #[error(
         "{operand} has shape {given:?}, expected [{}] with any dimension 1",
@@ -93,14 +105,21 @@ pub enum Reason {
         /// The query's type.
         expected: ElementType,
     },
-    /// The scale is not a finite number.
-    #[error("scale is {given}, expected a finite number")]
+    /// The scale is not a finite number of `f32`, in which it is used.
+    #[error(
+        "scale is {given:?}, expected a finite number of at most {:.2e} in size",
+        f32::MAX
+    )]
     Scale {
         /// The scale as given.
         given: f64,
     },
-    /// The soft cap is not a positive finite number.
-    #[error("softcap is {given}, expected a positive finite number")]
+    /// The soft cap is not a positive normal number of `f32`, in which it is used and divided by.
+    #[error(
+        "softcap is {given:?}, expected a positive number from {:.2e} to {:.2e}",
+        f32::MIN_POSITIVE,
+        f32::MAX
+    )]
     Softcap {
         /// The cap as given.
         given: f64,

@@ -11,13 +11,15 @@
 
 pub mod error;
 pub mod ledger;
+pub mod operand;
+pub mod options;
 pub mod problem;
 pub mod reference;
 pub mod score;
 pub mod visibility;
 
 pub use error::{ProblemError, Reason};
-pub use problem::{
-    Alignment, Dtype, ElementType, Operand, Operands, Options, Problem, Wanted, Window,
-};
+pub use operand::{Dtype, ElementType, Operand, Operands};
+pub use options::{Alignment, Options, Wanted, Window};
+pub use problem::{MAX_ELEMENTS, MAX_HEAD_DIM, MAX_SEQUENCE, Problem};
 pub use visibility::Band;

@@ -1,172 +1,24 @@
 //! A checked attention problem: the only place where shapes and options are validated.
 
 use crate::error::{ProblemError, Reason};
+use crate::operand::{Dtype, ElementType, Operand, Operands};
+use crate::options::{Options, check_options};
 use crate::visibility::Band;
-use std::fmt;
 
 /// Largest `head_dim` and `value_dim`.
 pub const MAX_HEAD_DIM: usize = 256;
 /// Longest sequence: positions and their offsets are counted in signed 32-bit integers.
 pub const MAX_SEQUENCE: usize = 1 << 29;
-
-/// Element type of query, key, value, bias and output. Accumulation is `f32` for each.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Dtype {
-    /// IEEE 754 binary32.
-    F32,
-    /// IEEE 754 binary16.
-    F16,
-    /// bfloat16.
-    BF16,
-}
-
-impl Dtype {
-    /// Every element type attention is defined on.
-    pub const ALL: [Self; 3] = [Self::F32, Self::F16, Self::BF16];
-
-    /// Size of an element, in bytes.
-    pub const fn size(self) -> usize {
-        match self {
-            Dtype::F32 => 4,
-            Dtype::F16 | Dtype::BF16 => 2,
-        }
-    }
-}
-
-impl fmt::Display for Dtype {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Dtype::F32 => "f32",
-            Dtype::F16 => "f16",
-            Dtype::BF16 => "bf16",
-        })
-    }
-}
-
-/// The element type an operand arrived with, before it is known to be usable.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ElementType {
-    /// A type attention is defined on.
-    Float(Dtype),
-    /// Booleans, for masks.
-    Bool,
-    /// Any other type, by its name.
-    Other(String),
-}
-
-impl fmt::Display for ElementType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            ElementType::Float(dtype) => dtype.fmt(f),
-            ElementType::Bool => f.write_str("bool"),
-            ElementType::Other(name) => f.write_str(name),
-        }
-    }
-}
-
-impl From<Dtype> for ElementType {
-    fn from(dtype: Dtype) -> Self {
-        ElementType::Float(dtype)
-    }
-}
-
-/// Shape and element type of one operand as it was given.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Operand {
-    /// Its dimensions, outermost first.
-    pub shape: Vec<usize>,
-    /// Its element type.
-    pub element: ElementType,
-}
-
-impl Operand {
-    /// An operand of the given shape and element type.
-    pub fn new(shape: impl Into<Vec<usize>>, element: impl Into<ElementType>) -> Self {
-        Self {
-            shape: shape.into(),
-            element: element.into(),
-        }
-    }
-}
-
-/// All operands of one call.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Operands {
-    /// `[batch, heads, seq_q, head_dim]`.
-    pub query: Operand,
-    /// `[batch, kv_heads, seq_kv, head_dim]`.
-    pub key: Operand,
-    /// `[batch, kv_heads, seq_kv, value_dim]`.
-    pub value: Operand,
-    /// Broadcasts to `[batch, heads, seq_q, seq_kv]`; true hides.
-    pub mask: Option<Operand>,
-    /// Broadcasts to `[batch, heads, seq_q, seq_kv]`; added to the scores.
-    pub bias: Option<Operand>,
-}
-
-/// Which query lines up with which key where the two sequences differ in length.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Alignment {
-    /// The last query sits on the last key: `offset = seq_kv - seq_q`.
-    #[default]
-    BottomRight,
-    /// The first query sits on the first key: `offset = 0`.
-    TopLeft,
-}
-
-/// Sliding window: query `i` sees keys `i + offset - left ..= i + offset + right`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Window {
-    /// Keys visible before the query's own position; `None` is unbounded.
-    pub left: Option<usize>,
-    /// Keys visible after the query's own position; `None` is unbounded.
-    pub right: Option<usize>,
-}
-
-/// Options of a call, apart from its operands. The default is plain attention.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Options {
-    /// Factor on `q . k`; `1 / sqrt(head_dim)` where `None`.
-    pub scale: Option<f64>,
-    /// Scores become `c * tanh(score / c)` before the bias is added.
-    pub softcap: Option<f64>,
-    /// Hides keys after the query's position.
-    pub causal: bool,
-    /// Position of the diagonal for `causal` and `window`.
-    pub alignment: Alignment,
-    /// Sliding window.
-    pub window: Window,
-}
-
-/// Which gradients a backward pass computes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Wanted {
-    /// Gradient of the query.
-    pub query: bool,
-    /// Gradient of the key.
-    pub key: bool,
-    /// Gradient of the value.
-    pub value: bool,
-    /// Gradient of the bias.
-    pub bias: bool,
-}
-
-impl Wanted {
-    /// Every gradient.
-    pub const ALL: Self = Self {
-        query: true,
-        key: true,
-        value: true,
-        bias: true,
-    };
-    /// No gradient.
-    pub const NONE: Self = Self {
-        query: false,
-        key: false,
-        value: false,
-        bias: false,
-    };
-}
+/// Most elements of an operand or of the output, dimensions of 0 taken as 1: every product of their
+/// dimensions, in elements or in bytes, then fits in a `usize`, whichever of them is 0.
+pub const MAX_ELEMENTS: usize = {
+    let addressable = isize::MAX as u64 / 8;
+    (if addressable < 1 << 48 {
+        addressable
+    } else {
+        1 << 48
+    }) as usize
+};
 
 /// A request that passed every check, with its defaults filled in.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -210,13 +62,8 @@ impl Problem {
     /// use flash_attention_spec::{Dtype, Operand, Operands, Options, Problem};
     ///
     /// let operand = |shape: [usize; 4]| Operand::new(shape, Dtype::F32);
-    /// let operands = Operands {
-    ///     query: operand([2, 8, 5, 64]),
-    ///     key: operand([2, 4, 7, 64]),
-    ///     value: operand([2, 4, 7, 32]),
-    ///     mask: None,
-    ///     bias: None,
-    /// };
+    /// let [query, key, value] = [[2, 8, 5, 64], [2, 4, 7, 64], [2, 4, 7, 32]].map(operand);
+    /// let operands = Operands::new(query, key, value);
     /// let problem = Problem::new(&operands, &Options::default()).unwrap();
     /// assert_eq!(problem.output_shape(), [2, 8, 5, 32]);
     /// assert_eq!(problem.scale, 0.125);
@@ -245,6 +92,17 @@ impl Problem {
             return Err(ProblemError { reasons });
         };
         check_sizes(&mut reasons, query, key, value);
+        check_products(
+            &mut reasons,
+            [
+                ("query", Some(query)),
+                ("key", Some(key)),
+                ("value", Some(value)),
+                ("output", Some([query[0], query[1], query[2], value[3]])),
+                ("mask", mask.flatten()),
+                ("bias", bias.flatten()),
+            ],
+        );
         let scores = [query[0], query[1], query[2], key[2]];
         let mask = mask.flatten();
         let bias = bias.flatten();
@@ -360,20 +218,6 @@ fn check_types(reasons: &mut Vec<Reason>, operands: &Operands) -> Option<Dtype> 
     dtype
 }
 
-fn check_options(reasons: &mut Vec<Reason>, options: &Options) {
-    if let Some(given) = options.scale
-        && !(given.is_finite() && (given as f32).is_finite())
-    {
-        reasons.push(Reason::Scale { given });
-    }
-    // The cap is used, and divided by, in f32.
-    if let Some(given) = options.softcap
-        && !(given > 0.0 && (given as f32).is_normal())
-    {
-        reasons.push(Reason::Softcap { given });
-    }
-}
-
 fn check_sizes(reasons: &mut Vec<Reason>, query: [usize; 4], key: [usize; 4], value: [usize; 4]) {
     let equal = [
         ("key", "batch", key[0], query[0], "query"),
@@ -417,6 +261,20 @@ fn check_sizes(reasons: &mut Vec<Reason>, query: [usize; 4], key: [usize; 4], va
                 dimension,
                 given,
             });
+        }
+    }
+}
+
+/// Whatever is computed from the shapes later is a product of some of the dimensions of one operand,
+/// or of the output; a 0 among them must not hide that the others overflow.
+fn check_products(reasons: &mut Vec<Reason>, operands: [(&'static str, Option<[usize; 4]>); 6]) {
+    for (operand, shape) in operands {
+        let Some(given) = shape else { continue };
+        let product = given
+            .iter()
+            .try_fold(1, |product: usize, &n| product.checked_mul(n.max(1)));
+        if product.is_none_or(|product| product > MAX_ELEMENTS) {
+            reasons.push(Reason::Elements { operand, given });
         }
     }
 }

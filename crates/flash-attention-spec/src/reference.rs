@@ -23,6 +23,7 @@ use std::ops::Range;
 
 /// Operands as row-major `f64` arrays with the shapes of the [`Problem`].
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Inputs<'a> {
     /// `[batch, heads, seq_q, head_dim]`.
     pub query: &'a [f64],
@@ -36,8 +37,34 @@ pub struct Inputs<'a> {
     pub bias: Option<&'a [f64]>,
 }
 
+impl<'a> Inputs<'a> {
+    /// Query, key and value alone.
+    pub fn new(query: &'a [f64], key: &'a [f64], value: &'a [f64]) -> Self {
+        Self {
+            query,
+            key,
+            value,
+            mask: None,
+            bias: None,
+        }
+    }
+
+    /// With this mask, or with none.
+    pub fn mask(mut self, mask: impl Into<Option<&'a [bool]>>) -> Self {
+        self.mask = mask.into();
+        self
+    }
+
+    /// With this bias, or with none.
+    pub fn bias(mut self, bias: impl Into<Option<&'a [f64]>>) -> Self {
+        self.bias = bias.into();
+        self
+    }
+}
+
 /// What the forward pass returns.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Forward {
     /// `[batch, heads, seq_q, value_dim]`.
     pub output: Vec<f64>,
@@ -47,6 +74,7 @@ pub struct Forward {
 
 /// Gradients of a loss with respect to each input, in the shape of that input.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Gradients {
     /// `[batch, heads, seq_q, head_dim]`.
     pub query: Vec<f64>,
@@ -69,22 +97,11 @@ pub struct Gradients {
 /// use flash_attention_spec::{Dtype, Operand, Operands, Options, Problem};
 ///
 /// let operand = |shape: [usize; 4]| Operand::new(shape, Dtype::F32);
-/// let operands = Operands {
-///     query: operand([1, 1, 2, 1]),
-///     key: operand([1, 1, 2, 1]),
-///     value: operand([1, 1, 2, 1]),
-///     mask: None,
-///     bias: None,
-/// };
-/// let causal = Options { causal: true, ..Options::default() };
-/// let problem = Problem::new(&operands, &causal).unwrap();
-/// let inputs = Inputs {
-///     query: &[1.0, 1.0],
-///     key: &[0.0, 3_f64.ln()],
-///     value: &[4.0, 8.0],
-///     mask: None,
-///     bias: None,
-/// };
+/// let [query, key, value] = [[1, 1, 2, 1]; 3].map(operand);
+/// let operands = Operands::new(query, key, value);
+/// let problem = Problem::new(&operands, &Options::new().causal()).unwrap();
+/// let key = [0.0, 3_f64.ln()];
+/// let inputs = Inputs::new(&[1.0, 1.0], &key, &[4.0, 8.0]);
 /// let result = forward(&problem, &inputs);
 /// // The first query sees one key; the second weighs its two keys 1 to 3.
 /// assert_eq!(result.output[0], 4.0);
@@ -123,21 +140,10 @@ pub fn forward(problem: &Problem, inputs: &Inputs) -> Forward {
 /// use flash_attention_spec::{Dtype, Operand, Operands, Options, Problem};
 ///
 /// let operand = |shape: [usize; 4]| Operand::new(shape, Dtype::F32);
-/// let operands = Operands {
-///     query: operand([1, 1, 1, 1]),
-///     key: operand([1, 1, 2, 1]),
-///     value: operand([1, 1, 2, 1]),
-///     mask: None,
-///     bias: None,
-/// };
-/// let problem = Problem::new(&operands, &Options::default()).unwrap();
-/// let inputs = Inputs {
-///     query: &[0.0],
-///     key: &[1.0, -1.0],
-///     value: &[3.0, 1.0],
-///     mask: None,
-///     bias: None,
-/// };
+/// let [query, key, value] = [[1, 1, 1, 1], [1, 1, 2, 1], [1, 1, 2, 1]].map(operand);
+/// let operands = Operands::new(query, key, value);
+/// let problem = Problem::new(&operands, &Options::new()).unwrap();
+/// let inputs = Inputs::new(&[0.0], &[1.0, -1.0], &[3.0, 1.0]);
 /// // Both keys have probability 1/2 and the output is 2, so dS = [1/2 * (3 - 2), 1/2 * (1 - 2)].
 /// let gradients = backward(&problem, &inputs, &[1.0], None);
 /// assert_eq!(gradients.query, [0.5 * 1.0 + -0.5 * -1.0]);

@@ -7,7 +7,7 @@
 // The attribute that makes a function callable from kernels adds undocumented items beside it.
 #![cfg_attr(feature = "cube", allow(missing_docs))]
 
-use crate::problem::{Alignment, Options};
+use crate::options::{Alignment, Options};
 #[cfg(feature = "cube")]
 use cubecl::prelude::*;
 use std::ops::Range;
@@ -26,13 +26,13 @@ pub struct Band {
 }
 
 impl Band {
-    /// The band of `options` on sequences of the given lengths.
+    /// The band of `options` on sequences of the given lengths, each at most
+    /// [`MAX_SEQUENCE`](crate::MAX_SEQUENCE).
     ///
     /// ```
     /// use flash_attention_spec::{Band, Options};
     ///
-    /// let causal = Options { causal: true, ..Options::default() };
-    /// let band = Band::new(2, 5, &causal);
+    /// let band = Band::new(2, 5, &Options::new().causal());
     /// assert_eq!(band.keys(0, 5), 0..4);
     /// assert_eq!(band.keys(1, 5), 0..5);
     /// assert_eq!(band.queries(4, 2), 1..2);

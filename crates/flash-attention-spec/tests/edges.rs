@@ -5,7 +5,7 @@ mod case;
 
 use approx::{assert_abs_diff_eq, assert_relative_eq};
 use case::{Case, Sizes};
-use flash_attention_spec::reference::{Gradients, probabilities};
+use flash_attention_spec::reference::probabilities;
 use flash_attention_spec::{Alignment, Options, Window};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -312,13 +312,10 @@ fn empty_lengths_give_empty_or_zero_arrays() {
 
     let no_queries = case(Sizes { seq_q: 0, ..SIZES }, None, None, Options::default());
     assert!(no_queries.forward().output.is_empty());
-    let expected = Gradients {
-        query: vec![],
-        key: vec![0.0; 2 * 4 * 3],
-        value: vec![0.0; 2 * 4 * 2],
-        bias: None,
-    };
-    assert_eq!(no_queries.backward(), expected);
+    let gradients = no_queries.backward();
+    assert!(gradients.query.is_empty() && gradients.bias.is_none());
+    assert_eq!(gradients.key, [0.0; 2 * 4 * 3]);
+    assert_eq!(gradients.value, [0.0; 2 * 4 * 2]);
 
     let no_batch = case(Sizes { batch: 0, ..SIZES }, None, None, Options::default());
     assert!(no_batch.forward().lse.is_empty());

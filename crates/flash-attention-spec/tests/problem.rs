@@ -1,9 +1,9 @@
 //! Every reason a request can be refused for, from the input that it names.
 
-use flash_attention_spec::problem::{MAX_HEAD_DIM, MAX_SEQUENCE};
 use flash_attention_spec::{
     Dtype, ElementType, Operand, Operands, Options, Problem, ProblemError, Reason,
 };
+use flash_attention_spec::{MAX_ELEMENTS, MAX_HEAD_DIM, MAX_SEQUENCE};
 
 const QUERY: [usize; 4] = [2, 4, 5, 8];
 const KEY: [usize; 4] = [2, 2, 7, 8];
@@ -322,7 +322,7 @@ fn scale_is_any_number_that_single_precision_holds() {
         let error = problem_with(Some(given), None).unwrap_err();
         let reason = only(
             error,
-            &format!("scale is {given}, expected a finite number"),
+            &format!("scale is {given:?}, expected a finite number of at most 3.40e38 in size"),
         );
         let bits = given.to_bits();
         assert!(matches!(reason, Reason::Scale { given } if given.to_bits() == bits));
@@ -337,11 +337,56 @@ fn softcap_is_a_positive_number_that_single_precision_can_divide_by() {
     }
     for given in [0.0, -0.0, -1.0, 1e-60, 1e39, f64::NAN, f64::INFINITY] {
         let error = problem_with(None, Some(given)).unwrap_err();
-        let text = format!("softcap is {given}, expected a positive finite number");
+        let text =
+            format!("softcap is {given:?}, expected a positive number from 1.18e-38 to 3.40e38");
         let reason = only(error, &text);
         let bits = given.to_bits();
         assert!(matches!(reason, Reason::Softcap { given } if given.to_bits() == bits));
     }
+}
+
+/// Catches a 0 that hides from a product that the other dimensions overflow.
+#[test]
+fn shapes_that_cannot_be_addressed_are_refused_though_they_hold_nothing() {
+    let heads = 1 << 62;
+    let no_batch = |o: &mut Operands| {
+        o.query = float([0, heads, 5, 8]);
+        o.key = float([0, heads, 7, 8]);
+        o.value = float([0, heads, 7, 6]);
+        (o.mask, o.bias) = (None, None);
+    };
+    let error = problem_after(no_batch).unwrap_err();
+    let given = [0, heads, 5, 8];
+    let operand = "query";
+    assert_eq!(error.reasons[0], Reason::Elements { operand, given });
+    assert_eq!(
+        error.reasons[0].to_string(),
+        format!(
+            "query has shape {given:?}, expected a product of at most {MAX_ELEMENTS} over the \
+             dimensions that are not 0"
+        )
+    );
+    let named: Vec<_> = error
+        .reasons
+        .iter()
+        .map(|reason| match reason {
+            Reason::Elements { operand, .. } => *operand,
+            other => panic!("{other}"),
+        })
+        .collect();
+    assert_eq!(named, ["query", "key", "value", "output"]);
+
+    // Bytes are addressed, not elements alone, and the limit itself is allowed.
+    let batches = |batch: usize| {
+        problem_after(|o| {
+            o.query = float([batch, 1, 1, 1]);
+            o.key = float([batch, 1, 0, 1]);
+            o.value = float([batch, 1, 0, 1]);
+            (o.mask, o.bias) = (None, None);
+        })
+    };
+    assert!(batches(MAX_ELEMENTS).is_ok());
+    assert!(batches(MAX_ELEMENTS + 1).is_err());
 }
 
 #[test]
@@ -363,8 +408,8 @@ fn all_reasons_come_at_once() {
         "key has element type f16, expected f32 as in query",
         "value has element type i64, expected f32, f16 or bf16",
         "mask has element type u8, expected bool",
-        "scale is inf, expected a finite number",
-        "softcap is 0, expected a positive finite number",
+        "scale is inf, expected a finite number of at most 3.40e38 in size",
+        "softcap is 0.0, expected a positive number from 1.18e-38 to 3.40e38",
         "key has batch 1, expected 2 as in query",
         "value has seq_kv 6, expected 7 as in key",
         "query has 3 heads, expected a positive multiple of the 2 heads of key and value",
@@ -394,6 +439,6 @@ fn a_missing_dimension_does_not_hide_types_options_and_other_ranks() {
         "query has shape [5, 8] with 2 dimensions, expected 4; \
          mask has shape [7] with 1 dimensions, expected 4; \
          key has element type f64, expected f32, f16 or bf16; \
-         softcap is -1, expected a positive finite number"
+         softcap is -1.0, expected a positive number from 1.18e-38 to 3.40e38"
     );
 }

@@ -12,6 +12,10 @@ pub struct ForwardBlueprint {
     pub warpgroups: u32,
     /// Keys of a block, a multiple of 16.
     pub block_kv: usize,
+    /// Blocks of keys and values that shared memory holds, two or more.
+    pub stages: u32,
+    /// Whether warpgroups start their products one after the other.
+    pub turns: bool,
     /// Rows are rescaled once a probability would pass 2 to this; at most 8, for `f16`.
     pub slack: u32,
     /// Features of query and key.
@@ -60,16 +64,6 @@ pub enum Declined {
         dimension: &'static str,
         /// Its size.
         given: usize,
-    },
-    /// A dimension too wide for a unit's registers.
-    #[error("{dimension} is {given}, expected at most {expected} for gradients")]
-    Wide {
-        /// `head_dim` or `value_dim`.
-        dimension: &'static str,
-        /// Its size.
-        given: usize,
-        /// The widest.
-        expected: usize,
     },
     /// A scale that leaves no finite factor for base-two exponents.
     #[error("scale is {given}, expected one whose size is a normal f32, with log2(e) too")]
@@ -139,10 +133,11 @@ impl ForwardBlueprint {
         self.warpgroups * 128
     }
 
-    /// Shared memory of a cube, in bytes: the query, two stages of keys and values, and barriers.
+    /// Shared memory of a cube, in bytes: the query, stages of keys and values, and barriers.
     pub const fn shared_memory(&self) -> usize {
         let (key, value) = (self.head_dim.div_ceil(64), self.value_dim.div_ceil(64));
-        let elements = self.block_q() * 64 * key + 2 * self.block_kv * 64 * (key + value);
+        let elements =
+            self.block_q() * 64 * key + self.stages as usize * self.block_kv * 64 * (key + value);
         elements * 2 + 1024
     }
 
@@ -272,9 +267,11 @@ pub(super) fn check_problem(problem: &Problem, device: &Device) -> Result<(), De
 
 /// Blueprints worth measuring for a problem, the fastest known first.
 pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
-    let form = |warpgroups: u32, block_kv: usize| ForwardBlueprint {
+    let form = |warpgroups: u32, block_kv: usize, stages: u32, turns: bool| ForwardBlueprint {
         warpgroups,
         block_kv,
+        stages,
+        turns,
         slack: 8,
         head_dim: problem.head_dim,
         value_dim: problem.value_dim,
@@ -283,17 +280,30 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
         biased: problem.bias.is_some(),
         negated: problem.softcap.is_none() && problem.bias.is_none() && problem.scale < 0.0,
     };
+    // Options take registers of their own.
+    let plain = problem.softcap.is_none() && problem.bias.is_none() && problem.mask.is_none();
     match (problem.head_dim, problem.value_dim) {
-        (..=64, ..=64) => vec![
-            form(4, 96),
-            form(4, 128),
-            form(3, 128),
-            form(2, 128),
-            form(2, 96),
+        (..=64, ..=64) if plain => vec![
+            form(3, 128, 4, false),
+            form(3, 128, 4, true),
+            form(3, 112, 4, false),
+            form(2, 128, 4, false),
         ],
-        (..=128, ..=128) => vec![form(3, 128), form(3, 112), form(2, 128), form(2, 64)],
-        (..=256, ..=128) | (..=192, ..=192) => vec![form(2, 96), form(2, 64)],
-        _ => vec![form(2, 80), form(2, 64)],
+        (..=64, ..=64) => vec![form(3, 96, 4, false), form(2, 128, 4, false)],
+        (..=128, ..=128) => vec![
+            form(2, 128, 3, false),
+            form(2, 128, 3, true),
+            form(2, 160, 2, false),
+            form(2, 64, 2, false),
+        ],
+        (..=256, ..=128) | (..=192, ..=192) => {
+            vec![form(2, 96, 2, false), form(2, 64, 2, false)]
+        }
+        _ => vec![
+            form(2, 80, 2, false),
+            form(2, 80, 2, true),
+            form(2, 64, 2, false),
+        ],
     }
 }
 

@@ -23,11 +23,18 @@ pub(crate) fn non_finite(
             element,
         );
     }
+    any_in_warpgroup(sum, warpgroups)
+}
+
+/// Waits for the warpgroup's other units. Whether `x` is not 0 in any of them.
+#[cube]
+pub(crate) fn any_in_warpgroup(x: u32, #[comptime] warpgroups: u32) -> u32 {
+    let unit = unit_again();
     let mut found = 0u32;
     #[unroll]
     for w in 0..warpgroups {
         if unit / 128 == w {
-            found = warpgroup_any(sum, comptime!(8 + w));
+            found = warpgroup_any(x, comptime!(8 + w));
         }
     }
     found

@@ -140,53 +140,78 @@ pub(crate) fn probabilities_by_key<E: Float, M: Int, S: Size, P: Size>(
     #[comptime] tested: bool,
     #[comptime] blueprint: GradientBlueprint,
 ) -> (Vector<f32, S>, Vector<u32, P>) {
-    let element = comptime!(blueprint.element());
-    let pitch = comptime!((blueprint.walked * 4) as u32);
     let mut weights = dots;
     let mut rounded = Vector::<u32, P>::new(0u32);
     #[unroll]
     for j in 0..comptime!(blueprint.walked / 8) {
-        let at = statistics + comptime!((32 * j) as u32);
-        let maximum = load_shared_pair(at);
-        let log_sum = load_shared_pair(at + pitch);
-        let mut p = Array::<f32>::new(4usize);
+        let (w, low, high) = quad_by_key::<E, M, S>(
+            weights, j, statistics, position, mask, bias, geometry, tested, blueprint,
+        );
         #[unroll]
-        for c in 0..2usize {
-            let view = score_row::<E, M>(
-                position.query + comptime!((8 * j + c) as i32),
-                position.batch,
-                position.head,
+        for n in 0..4usize {
+            weights.insert(comptime!(4 * j + n), w.extract(n));
+        }
+        rounded.insert(2 * j, low);
+        rounded.insert(2 * j + 1, high);
+    }
+    (weights, rounded)
+}
+
+/// The same for the columns from `8 j` on: four weights, and four probabilities rounded in pairs.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn quad_by_key<E: Float, M: Int, S: Size>(
+    dots: Vector<f32, S>,
+    #[comptime] j: usize,
+    statistics: u32,
+    position: Position,
+    mask: &ComptimeOption<&Tensor<M>>,
+    bias: &ComptimeOption<&Tensor<E>>,
+    geometry: &Geometry,
+    #[comptime] tested: bool,
+    #[comptime] blueprint: GradientBlueprint,
+) -> (Vector<f32, Const<4>>, u32, u32) {
+    let element = comptime!(blueprint.element());
+    let at = statistics + comptime!((32 * j) as u32);
+    let maximum = load_shared_pair(at);
+    let log_sum = load_shared_pair(at + comptime!((blueprint.walked * 4) as u32));
+    let mut weights = Vector::<f32, Const<4>>::new(0.0f32);
+    let mut p = Array::<f32>::new(4usize);
+    #[unroll]
+    for c in 0..2usize {
+        let view = score_row::<E, M>(
+            position.query + comptime!((8 * j + c) as i32),
+            position.batch,
+            position.head,
+            mask,
+            bias,
+            geometry,
+        );
+        #[unroll]
+        for r in 0..2usize {
+            let n = comptime!(2 * r + c);
+            let dot = dots.extract(comptime!(4 * j + n));
+            let probability = probability::<E, M>(
+                dot,
+                view,
+                position.key + comptime!(8 * r as i32),
+                maximum.extract(c),
+                log_sum.extract(c),
                 mask,
                 bias,
                 geometry,
+                tested,
+                blueprint,
             );
-            #[unroll]
-            for r in 0..2usize {
-                let n = comptime!(2 * r + c);
-                let dot = weights.extract(comptime!(4 * j + n));
-                let probability = probability::<E, M>(
-                    dot,
-                    view,
-                    position.key + comptime!(8 * r as i32),
-                    maximum.extract(c),
-                    log_sum.extract(c),
-                    mask,
-                    bias,
-                    geometry,
-                    tested,
-                    blueprint,
-                );
-                p[n] = probability;
-                weights.insert(
-                    comptime!(4 * j + n),
-                    uncap(probability, dot, geometry, blueprint.capped),
-                );
-            }
+            p[n] = probability;
+            weights.insert(n, uncap(probability, dot, geometry, blueprint.capped));
         }
-        rounded.insert(2 * j, pack(p[0], p[1], element));
-        rounded.insert(2 * j + 1, pack(p[2], p[3], element));
     }
-    (weights, rounded)
+    (
+        weights,
+        pack(p[0], p[1], element),
+        pack(p[2], p[3], element),
+    )
 }
 
 /// `dS = P (dP - D)`: 0 where `P` is 0, whatever `dP` holds.
@@ -240,32 +265,48 @@ pub(crate) fn gradients_by_key<S: Size, P: Size>(
     #[comptime] tested: bool,
     #[comptime] blueprint: GradientBlueprint,
 ) -> Vector<u32, P> {
-    let element = comptime!(blueprint.element());
     let mut rounded = Vector::<u32, P>::new(0u32);
     #[unroll]
     for j in 0..comptime!(blueprint.walked / 8) {
-        let delta =
-            load_shared_pair(statistics + comptime!((blueprint.walked * 8 + 32 * j) as u32));
+        let mut quad = Vector::<f32, Const<4>>::new(0.0f32);
         #[unroll]
-        for r in 0..2usize {
-            let n = comptime!(4 * j + 2 * r);
-            let low = score_gradient(
-                weights.extract(n),
-                products.extract(n),
-                delta.extract(0usize),
-                tested,
-            );
-            let m = comptime!(4 * j + 2 * r + 1);
-            let high = score_gradient(
-                weights.extract(m),
-                products.extract(m),
-                delta.extract(1usize),
-                tested,
-            );
-            rounded.insert(comptime!(2 * j + r), pack(low, high, element));
+        for n in 0..4usize {
+            quad.insert(n, weights.extract(comptime!(4 * j + n)));
         }
+        let (low, high) =
+            quad_gradient_by_key::<S>(quad, products, j, statistics, tested, blueprint);
+        rounded.insert(2 * j, low);
+        rounded.insert(2 * j + 1, high);
     }
     rounded
+}
+
+/// The same for the columns from `8 j` on, whose four weights are given.
+#[cube]
+pub(crate) fn quad_gradient_by_key<S: Size>(
+    weights: Vector<f32, Const<4>>,
+    products: Vector<f32, S>,
+    #[comptime] j: usize,
+    statistics: u32,
+    #[comptime] tested: bool,
+    #[comptime] blueprint: GradientBlueprint,
+) -> (u32, u32) {
+    let element = comptime!(blueprint.element());
+    let delta = load_shared_pair(statistics + comptime!((blueprint.walked * 8 + 32 * j) as u32));
+    let mut gradients = Array::<f32>::new(4usize);
+    #[unroll]
+    for n in 0..4usize {
+        gradients[n] = score_gradient(
+            weights.extract(n),
+            products.extract(comptime!(4 * j + n)),
+            delta.extract(comptime!(n % 2)),
+            tested,
+        );
+    }
+    (
+        pack(gradients[0], gradients[1], element),
+        pack(gradients[2], gradients[3], element),
+    )
 }
 
 /// Writes a unit's sums, times `factor`, to rows `row` and `row + 8` of a head's `rows`.

@@ -7,12 +7,14 @@ use flash_attention_spec::{Dtype, Problem};
 
 /// What is decided before a launch of a gradient kernel, and determines its code.
 ///
-/// A cube owns rows of one side, 64 to a warpgroup: keys for the key and value gradients, queries
-/// for the query gradient. It walks blocks of the other side.
+/// A cube owns rows of one side: keys for the key and value gradients, queries for the query gradient.
+/// It walks blocks of the other side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GradientBlueprint {
     /// Warpgroups of a cube.
     pub warpgroups: u32,
+    /// What each of them does.
+    pub division: Division,
     /// Rows of a walked block, a multiple of 16.
     pub walked: usize,
     /// Features of query and key.
@@ -27,6 +29,19 @@ pub struct GradientBlueprint {
     pub biased: bool,
 }
 
+/// How the warpgroups of a cube divide its work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Division {
+    /// Each owns 64 rows.
+    Rows,
+    /// Two own the same 64 keys: one sums the gradient of the values, the other that of the keys.
+    Gradients {
+        /// Steps of 16 features for which a product takes its owned operand from registers: shared
+        /// memory is what such products wait for.
+        held: usize,
+    },
+}
+
 /// What is decided before the launches of a backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardBlueprint {
@@ -36,13 +51,19 @@ pub struct BackwardBlueprint {
     pub key_value: GradientBlueprint,
 }
 
-/// The widest heads: both gradients of 64 keys stay in a warpgroup's registers.
-const WIDEST: usize = 128;
+/// The widest heads of which both gradients of 64 keys stay in a warpgroup's registers.
+const NARROW: usize = 128;
+
+/// Shared memory of a cube of compute capability 9.0.
+const SHARED_MEMORY: usize = 227 << 10;
 
 impl GradientBlueprint {
     /// Rows that a cube owns.
     pub const fn owned(&self) -> usize {
-        self.warpgroups as usize * 64
+        match self.division {
+            Division::Rows => self.warpgroups as usize * 64,
+            Division::Gradients { .. } => 64,
+        }
     }
 
     /// Units of a cube.
@@ -50,12 +71,49 @@ impl GradientBlueprint {
         self.warpgroups * 128
     }
 
-    /// Shared memory of a cube, in bytes: two operands of the rows that it owns, two stages of those
-    /// that it walks and their statistics, and barriers.
+    /// Shared memory of a cube, in bytes: two operands of the rows that it owns, stages of those that
+    /// it walks and their statistics, two blocks of weights on their way from one warpgroup to the
+    /// other, and barriers.
     pub const fn shared_memory(&self) -> usize {
-        let panels = self.head_dim.div_ceil(64) + self.value_dim.div_ceil(64);
-        let rows = self.owned() + 2 * self.walked;
-        rows * panels * 128 + 2 * self.statistics() * 4 + 1024
+        let weights = match self.division {
+            Division::Rows => 0,
+            Division::Gradients { .. } => 2 * self.handed_over(),
+        };
+        self.with_value_stages(self.value_stages()) + weights
+    }
+
+    const fn with_value_stages(&self, stages: usize) -> usize {
+        let (key, value) = (self.head_dim.div_ceil(64), self.value_dim.div_ceil(64));
+        let rows =
+            (self.owned() + 2 * self.walked) * key + (self.owned() + stages * self.walked) * value;
+        rows * 128 + 2 * self.statistics() * 4 + 1024
+    }
+
+    /// Stages of walked values, or of walked output gradients: two, but for wide heads.
+    pub(crate) const fn value_stages(&self) -> usize {
+        if self.with_value_stages(2) <= SHARED_MEMORY {
+            2
+        } else {
+            1
+        }
+    }
+
+    /// Bytes of a block of weights in `f32`.
+    pub(crate) const fn handed_over(&self) -> usize {
+        self.owned() * self.walked * 4
+    }
+
+    /// Steps whose owned operand stays in registers.
+    pub(crate) const fn held(&self) -> usize {
+        match self.division {
+            Division::Rows => 0,
+            Division::Gradients { held } => held,
+        }
+    }
+
+    /// Registers that hold it.
+    pub(crate) const fn held_registers(&self) -> usize {
+        (4 * self.held()).next_power_of_two()
     }
 
     /// Numbers from one stage's statistics to the next's: copies land at multiples of 128 bytes.
@@ -123,19 +181,6 @@ impl GradientBlueprint {
 /// What of the problem or the device the family cannot serve.
 pub fn plan_backward(problem: &Problem, device: &Device) -> Result<BackwardBlueprint, Declined> {
     check_problem(problem, device)?;
-    let dimensions = [
-        ("head_dim", problem.head_dim),
-        ("value_dim", problem.value_dim),
-    ];
-    for (dimension, given) in dimensions {
-        if given > WIDEST {
-            return Err(Declined::Wide {
-                dimension,
-                given,
-                expected: WIDEST,
-            });
-        }
-    }
     let (query, key_value) = gradient_variants(problem);
     let query_heads = problem.batch as u128 * problem.heads as u128;
     let key_heads = problem.batch as u128 * problem.kv_heads as u128;
@@ -180,8 +225,9 @@ fn fitting(
 /// Blueprints worth measuring, of the query gradient and of the key and value gradients; the ones
 /// that are taken unmeasured first.
 pub fn gradient_variants(problem: &Problem) -> (Vec<GradientBlueprint>, Vec<GradientBlueprint>) {
-    let form = |&(warpgroups, walked): &(u32, usize)| GradientBlueprint {
+    let divided = |warpgroups: u32, division: Division, walked: usize| GradientBlueprint {
         warpgroups,
+        division,
         walked,
         head_dim: problem.head_dim,
         value_dim: problem.value_dim,
@@ -189,8 +235,19 @@ pub fn gradient_variants(problem: &Problem) -> (Vec<GradientBlueprint>, Vec<Grad
         capped: problem.softcap.is_some(),
         biased: problem.bias.is_some(),
     };
+    let form = |&(warpgroups, walked): &(u32, usize)| divided(warpgroups, Division::Rows, walked);
     let forms = |blocks: &[(u32, usize)]| blocks.iter().map(form).collect();
-    if problem.head_dim.max(problem.value_dim) <= 64 {
+    let widest = problem.head_dim.max(problem.value_dim);
+    if widest > NARROW {
+        let held = |held| divided(2, Division::Gradients { held }, 64);
+        // Tests of each score need registers, too.
+        let key_value = if problem.mask.is_some() || problem.bias.is_some() {
+            vec![held(8), held(0)]
+        } else {
+            vec![held(12), held(8), held(0)]
+        };
+        (forms(&[(2, 64), (2, 48)]), key_value)
+    } else if widest <= 64 {
         (
             forms(&[(3, 96), (3, 64), (2, 128), (4, 64), (2, 64)]),
             forms(&[(2, 128), (3, 64), (2, 64)]),

@@ -1,8 +1,9 @@
 //! What Hopper has and CubeCL has no name for: warpgroup products, named barriers, packed conversions.
 //!
-//! A product is one asm block from fence to wait, because its accumulators are values in CubeCL and may
-//! not be copied while the product runs. Registers of a vector are `%0..`, results before operands; a
-//! vector's length is a power of two and the product uses its first registers.
+//! A product is one asm block from fence to wait, or to the end of the group: then its accumulators are
+//! values that nothing may touch until [`finished`] has passed them on. Registers of a vector are
+//! `%0..`, results before operands; a vector's length is a power of two and the product uses its first
+//! registers.
 
 use cubecl::prelude::*;
 
@@ -31,11 +32,31 @@ pub(crate) struct Products {
 
 const OPEN: &str =
     "{ .reg .pred p0, p1; .reg .b64 a, b; setp.ne.b32 p0, 0, 0; setp.eq.b32 p1, 0, 0;\n";
+const COMMIT: &str = "wgmma.commit_group.sync.aligned; }";
 const CLOSE: &str = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }";
+
+/// Waits until at most `running` groups of products are under way, and passes on `count` accumulators of
+/// `length` whose products are done.
+pub(crate) fn finish(count: usize, length: usize, running: usize) -> String {
+    let mut text = format!("wgmma.wait_group.sync.aligned {running};\n");
+    for i in 0..count {
+        text += &format!("mov.f32 %{i}, %{};\n", length + i);
+    }
+    text
+}
 
 impl Products {
     /// `S = Q K^T` of 64 queries; operands are the two descriptors, after `length` results.
     pub fn scores(&self, length: usize) -> String {
+        self.score_run(length) + CLOSE
+    }
+
+    /// The same, left running.
+    pub fn started_scores(&self, length: usize) -> String {
+        self.score_run(length) + COMMIT
+    }
+
+    fn score_run(&self, length: usize) -> String {
         let (n, element) = (self.block_kv, self.element);
         let results = registers(0, n / 2);
         let key_panel = n * 128;
@@ -53,11 +74,20 @@ impl Products {
                 at(key_panel),
             );
         }
-        text + CLOSE
+        text
     }
 
     /// `O = C + P V` of 64 queries; operands are C, P and V's descriptor, after `length` results.
     pub fn values(&self, length: usize, probabilities: usize) -> String {
+        self.value_run(length, probabilities) + CLOSE
+    }
+
+    /// The same, left running.
+    pub fn started_values(&self, length: usize, probabilities: usize) -> String {
+        self.value_run(length, probabilities) + COMMIT
+    }
+
+    fn value_run(&self, length: usize, probabilities: usize) -> String {
         let (n, element) = (self.value_dim, self.element);
         let results = registers(0, n / 2);
         let mut text = OPEN.to_string();
@@ -74,7 +104,7 @@ impl Products {
                 step * 16 * 128 / 16,
             );
         }
-        text + CLOSE
+        text
     }
 }
 
@@ -103,6 +133,24 @@ pub(crate) fn value_product<P: Size, O: Size>(
     let sum: Vector<f32, O>;
     gpu_asm!("/* {sum} {c} {p} {value} */ {body}", c = in(_) c, p = in(_) p, value = in(_) value, sum = out(_) sum);
     sum
+}
+
+/// What running products left in their accumulators; `body` is [`finish`].
+#[cube]
+pub(crate) fn finished<N: Size>(
+    running: Vector<f32, N>,
+    #[comptime] body: String,
+) -> Vector<f32, N> {
+    let x = by_value::<Vector<f32, N>>(running);
+    let y: Vector<f32, N>;
+    gpu_asm!("/* {y} {x} */ {body}", x = in(_) x, y = out(_) y);
+    y
+}
+
+/// Waits for all running products.
+#[cube]
+pub(crate) fn finish_all() {
+    gpu_asm!("wgmma.wait_group.sync.aligned 0;");
 }
 
 /// The value of a mutable variable, of which asm would take the address.
@@ -169,6 +217,36 @@ pub(crate) fn row_descriptor(address: u32) -> u64 {
 pub(crate) fn column_descriptor(address: u32, #[comptime] panel: usize) -> u64 {
     let stride = comptime!((panel as u64) >> 4);
     (1u64 << 62) | (64u64 << 32) | (stride << 16) | u64::cast_from((address & 0x3FFFF) >> 4)
+}
+
+/// Makes a barrier in shared memory of `arrivals`.
+#[cube]
+pub(crate) fn init_barrier(address: u32, #[comptime] arrivals: u32) {
+    let a = by_value::<u32>(address);
+    gpu_asm!("mbarrier.init.shared::cta.b64 [{a}], {arrivals};", a = in(_) a);
+}
+
+/// Waits until the phase of a barrier in shared memory is over.
+#[cube]
+pub(crate) fn wait_barrier(address: u32, phase: u32) {
+    let a = by_value::<u32>(address);
+    let parity = by_value::<u32>(phase);
+    gpu_asm!(
+        "{{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [{a}], {parity}; @!p bra AGAIN; }}",
+        a = in(_) a, parity = in(_) parity
+    );
+}
+
+/// Waits for the units of two warpgroups at named barrier `id`.
+#[cube]
+pub(crate) fn take_turn(#[comptime] id: u32) {
+    gpu_asm!("barrier.cta.sync.aligned {id}, 256;");
+}
+
+/// Lets the other warpgroup at named barrier `id` go on, and does too.
+#[cube]
+pub(crate) fn give_turn(#[comptime] id: u32) {
+    gpu_asm!("barrier.cta.arrive.aligned {id}, 256;");
 }
 
 /// Adds 1 to a counter in shared memory that returns to 0 after `last`; the value before.

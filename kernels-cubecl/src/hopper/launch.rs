@@ -54,8 +54,7 @@ pub fn attention_forward(
     if rows == 0 {
         return (output, statistics);
     }
-    let heads = problem.batch * problem.heads;
-    let cubes = problem.seq_q.div_ceil(blueprint.block_q()) * heads;
+    let (cubes, fold) = units(client, problem, blueprint.block_q());
     let longest = [
         &operands.bias,
         &operands.mask.as_ref().map(|(mask, _)| mask.clone()),
@@ -63,7 +62,7 @@ pub fn attention_forward(
     .into_iter()
     .flatten()
     .map(|x| x.handle.size as usize)
-    .chain([rows * problem.value_dim, cubes])
+    .chain([rows * problem.value_dim])
     .max()
     .unwrap_or(0);
     let (mask, mask_element) = broadcast_mask(problem, operands.mask);
@@ -88,13 +87,38 @@ pub fn attention_forward(
             BufferArg::from_raw_parts(output.clone(), rows * problem.value_dim / 2),
             BufferArg::from_raw_parts(statistics.clone(), 2 * rows),
             geometry(problem),
-            section(problem, problem.seq_kv, problem.group(), heads),
+            fold,
             *blueprint,
             element,
             mask_element,
         );
     }
     (output, statistics)
+}
+
+/// Cubes of the forward pass, one a multiprocessor, and how many blocks of queries are a unit of their
+/// work: pairs of a long and a short one where blocks see ever more keys, or ever fewer, and there are
+/// more than the cubes take at once.
+fn units(client: &Client, problem: &Problem, block_q: usize) -> (usize, u32) {
+    let blocks = problem.seq_q.div_ceil(block_q);
+    let heads = problem.batch * problem.heads;
+    let processors = client.properties().hardware.num_streaming_multiprocessors;
+    let processors = processors.map_or(usize::MAX, |count| count.max(1) as usize);
+    let seen = |block: usize| {
+        let first = block * block_q;
+        let last = (first + block_q).min(problem.seq_q) - 1;
+        let end = problem.band.keys(last, problem.seq_kv).end;
+        end.saturating_sub(problem.band.keys(first, problem.seq_kv).start)
+    };
+    let (first, middle, last) = (seen(0), seen(blocks / 2), seen(blocks - 1));
+    let slope = first.abs_diff(last) > 2 * (first + last).abs_diff(2 * middle);
+    let fold = if slope && blocks * heads > processors {
+        2
+    } else {
+        1
+    };
+    let units = blocks.div_ceil(fold) * heads;
+    (units.min(processors), fold as u32)
 }
 
 /// Heads, of `heads`, whose cubes run side by side: the cache holds two operands of `rows` rows for

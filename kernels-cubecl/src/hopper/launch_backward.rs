@@ -1,7 +1,7 @@
 //! Allocation and launches of the gradient kernels.
 
 use super::blueprint::{Declined, check_layout};
-use super::gradient_blueprint::BackwardBlueprint;
+use super::gradient_blueprint::{BackwardBlueprint, Division};
 use super::key_value_gradient::key_value_gradient_kernel;
 use super::launch::{check_operands, section, tensor_map};
 use super::query_gradient::query_gradient_kernel;
@@ -97,10 +97,12 @@ pub fn attention_backward(
             let scratch = || client.empty(keys * features * float);
             handle.clone().unwrap_or_else(scratch)
         };
-        backward.key_value(
-            or_scratch(&gradients.key, problem.head_dim),
-            or_scratch(&gradients.value, problem.value_dim),
-        );
+        let key = or_scratch(&gradients.key, problem.head_dim);
+        let value = or_scratch(&gradients.value, problem.value_dim);
+        match blueprint.key_value.division {
+            Division::Rows => backward.key_value(key, value),
+            Division::Gradients { .. } => backward.wide_key_value(key, value),
+        }
     }
     if let Some(gradient) = gradients.bias.clone().filter(|_| bias_elements > 0) {
         let portable =
@@ -114,19 +116,19 @@ pub fn attention_backward(
 }
 
 /// What the gradient kernels of one call read.
-struct Backward<'a> {
-    client: &'a Client,
-    problem: &'a Problem,
-    blueprint: &'a BackwardBlueprint,
-    operands: &'a Operands,
-    output_gradient: &'a TensorBinding,
+pub(super) struct Backward<'a> {
+    pub client: &'a Client,
+    pub problem: &'a Problem,
+    pub blueprint: &'a BackwardBlueprint,
+    pub operands: &'a Operands,
+    pub output_gradient: &'a TensorBinding,
     /// `[batch * heads, 3, padded]`.
     row_statistics: &'a Handle,
     padded: usize,
     /// Rows of the query in all heads.
     rows: usize,
     /// Rows of the key in all heads.
-    keys: usize,
+    pub keys: usize,
 }
 
 impl Backward<'_> {
@@ -180,12 +182,6 @@ impl Backward<'_> {
         let (owned, walked) = (blueprint.owned(), blueprint.walked);
         let key_elements = self.keys * problem.head_dim / 2;
         let value_elements = self.keys * problem.value_dim / 2;
-        let statistics = TensorBinding {
-            handle: self.row_statistics.clone().binding(),
-            strides: Strides::new(&[3 * self.padded, self.padded, 1]),
-            shape: Shape::new([problem.batch * problem.heads, 3, self.padded]),
-            tiling: Tiling::UNTILED,
-        };
         // SAFETY: as above; each element of the two packed gradients is written once.
         unsafe {
             key_value_gradient_kernel::launch_unchecked(
@@ -201,13 +197,7 @@ impl Backward<'_> {
                 tensor_map(operands.key, owned, element),
                 tensor_map(operands.value, owned, element),
                 tensor_map(self.output_gradient.clone(), walked, element),
-                TensorMapArg::new(
-                    TiledArgs {
-                        tile_size: Shape::new([1, 3, walked]),
-                    },
-                    statistics.into_tensor_arg(),
-                    ElemType::Float(FloatKind::F32),
-                ),
+                self.statistics_map(walked),
                 optional(&mask),
                 optional(&broadcast_bias(problem, operands.bias)),
                 BufferArg::from_raw_parts(key_gradient, key_elements),
@@ -221,8 +211,25 @@ impl Backward<'_> {
         }
     }
 
+    /// Copies of the statistics of `rows` rows.
+    pub(super) fn statistics_map(&self, rows: usize) -> TensorMapArg<Tiled> {
+        let statistics = TensorBinding {
+            handle: self.row_statistics.clone().binding(),
+            strides: Strides::new(&[3 * self.padded, self.padded, 1]),
+            shape: Shape::new([self.problem.batch * self.problem.heads, 3, self.padded]),
+            tiling: Tiling::UNTILED,
+        };
+        TensorMapArg::new(
+            TiledArgs {
+                tile_size: Shape::new([1, 3, rows]),
+            },
+            statistics.into_tensor_arg(),
+            ElemType::Float(FloatKind::F32),
+        )
+    }
+
     /// What addresses the longest of mask, bias and `lengths`.
-    fn address_type(&self, lengths: &[usize]) -> AddressType {
+    pub(super) fn address_type(&self, lengths: &[usize]) -> AddressType {
         let operands = self.operands;
         let longest = [
             operands.bias.as_ref(),

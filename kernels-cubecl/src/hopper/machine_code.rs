@@ -1,90 +1,71 @@
 //! The Hopper kernels as the test `machine_code` reads them.
 
-use super::blueprint::{ForwardBlueprint, variants};
+use super::blueprint::{ForwardBlueprint, plan_forward};
 use super::forward::forward_kernel;
-use super::gradient_blueprint::{GradientBlueprint, gradient_variants};
+use super::gradient_blueprint::{Division, GradientBlueprint, plan_backward};
 use super::key_value_gradient::key_value_gradient_kernel;
 use super::query_gradient::query_gradient_kernel;
 use super::statistics::statistics_kernel;
-use crate::device::elem_type;
-use crate::machine_code::Specimen;
+use super::wide_key_value_gradient::wide_key_value_gradient_kernel;
+use crate::device::{Device, elem_type};
+use crate::machine_code::{HEADS, HEADS_OF_EVERY_FORM, HEADS_WITH_OPTIONS, Options, Specimen};
 use cubecl::ir::{AddressType, ElemType, UIntKind};
-use flash_attention_spec::{Dtype, ElementType, Operand, Operands, Options, Problem};
+use flash_attention_spec::Dtype;
 
-pub(crate) fn specimens() -> Vec<Specimen> {
+/// Heads that do not fill the last products, and heads with fewer or more features of the value.
+const OTHERS: [[usize; 2]; 3] = [[40, 24], [192, 128], [136, 256]];
+
+pub(crate) fn specimens(device: &Device) -> Vec<Specimen> {
     let mut all = Vec::new();
-    for dims in [
-        [64, 64],
-        [128, 128],
-        [256, 256],
-        [96, 96],
-        [192, 128],
-        [40, 24],
-    ] {
-        for dtype in [Dtype::BF16, Dtype::F16] {
-            let plain = problem(dims, dtype, false, Options::default());
-            // Every variant of one element type, the first of the other.
-            let count = if dtype == Dtype::BF16 { usize::MAX } else { 1 };
-            for blueprint in variants(&plain).into_iter().take(count) {
-                all.push(forward(blueprint, false, dtype));
+    let heads = HEADS.map(|dim| [dim, dim]);
+    for dims in heads.into_iter().chain(OTHERS) {
+        for &(options, dtype) in forms(dims) {
+            let problem = options.problem(dims, dtype);
+            if let Ok(blueprint) = plan_forward(&problem, device) {
+                all.push(forward(blueprint, options, dtype));
             }
-            let options = Options {
-                softcap: Some(20.0),
-                ..Options::default()
-            };
-            let full = problem(dims, dtype, true, options);
-            all.push(forward(variants(&full)[0], true, dtype));
-            if dims[0].max(dims[1]) > 128 {
-                continue;
+            if let Ok(blueprint) = plan_backward(&problem, device) {
+                all.push(query_gradient(blueprint.query, options, dtype));
+                all.push(key_value_gradient(blueprint.key_value, options, dtype));
+                all.push(statistics(dims[1], dtype));
             }
-            for (problem, masked, count) in [(&plain, false, count), (&full, true, 1)] {
-                let (query, key_value) = gradient_variants(problem);
-                for blueprint in query.into_iter().take(count) {
-                    all.push(query_gradient(blueprint, masked, dtype));
-                }
-                for blueprint in key_value.into_iter().take(count) {
-                    all.push(key_value_gradient(blueprint, masked, dtype));
-                }
-            }
-            all.push(statistics(dims[1], dtype));
-            // Capped scores alone have a form for blocks that are wholly visible, too.
-            let (query, key_value) = gradient_variants(&problem(dims, dtype, false, options));
-            all.push(query_gradient(query[0], false, dtype));
-            all.push(key_value_gradient(key_value[0], false, dtype));
         }
     }
     all
 }
 
-fn problem(
-    [head_dim, value_dim]: [usize; 2],
-    dtype: Dtype,
-    biased: bool,
-    options: Options,
-) -> Problem {
-    let operands = Operands {
-        query: Operand::new([1, 2, 256, head_dim], dtype),
-        key: Operand::new([1, 2, 256, head_dim], dtype),
-        value: Operand::new([1, 2, 256, value_dim], dtype),
-        mask: biased.then(|| Operand::new([1, 1, 256, 256], ElementType::Bool)),
-        bias: biased.then(|| Operand::new([1, 1, 256, 256], dtype)),
-    };
-    Problem::new(&operands, &options).expect("a valid problem")
+/// Options and element types that heads are tried with.
+fn forms(dims: [usize; 2]) -> &'static [(Options, Dtype)] {
+    let all = &[
+        (Options::NONE, Dtype::BF16),
+        (Options::ALL, Dtype::BF16),
+        (Options::NONE, Dtype::F16),
+        (Options::SOFTCAP, Dtype::BF16),
+    ];
+    if dims[0] == HEADS_OF_EVERY_FORM {
+        all
+    } else if HEADS_WITH_OPTIONS.contains(&dims[0]) {
+        &all[..2]
+    } else {
+        &all[..1]
+    }
 }
 
 // Arguments that leave no trace in a kernel's code are units.
 #[allow(clippy::unit_arg)]
-fn forward(blueprint: ForwardBlueprint, masked: bool, dtype: Dtype) -> Specimen {
+fn forward(blueprint: ForwardBlueprint, options: Options, dtype: Dtype) -> Specimen {
     let b = blueprint;
     let name = format!(
-        "hopper forward {dtype} d{}v{} {}x64x{}{}",
+        "hopper forward {dtype} d{}v{} {}x64x{} {}stages{}{}",
         b.head_dim,
         b.value_dim,
         b.warpgroups,
         b.block_kv,
-        if masked { " mask bias softcap" } else { "" },
+        b.stages,
+        if b.turns { " turns" } else { "" },
+        options.suffix(),
     );
-    Specimen::new(name, 90, move |offline| {
+    Specimen::new(name, move |offline| {
         Box::new(forward_kernel::ForwardKernel::new(
             offline.settings(b.units(), AddressType::U32),
             offline.properties.clone(),
@@ -92,12 +73,12 @@ fn forward(blueprint: ForwardBlueprint, masked: bool, dtype: Dtype) -> Specimen 
             (),
             (),
             (),
-            offline.optional(masked),
+            offline.optional(options.mask),
             offline.optional(b.biased),
             offline.buffer(),
             offline.buffer(),
             offline.geometry(),
-            offline.index(),
+            offline.number(),
             b.score_registers(),
             b.probability_registers(),
             b.output_registers(),
@@ -106,26 +87,28 @@ fn forward(blueprint: ForwardBlueprint, masked: bool, dtype: Dtype) -> Specimen 
             ElemType::UInt(UIntKind::U8),
         ))
     })
-    .only()
 }
 
-fn gradient_name(kernel: &str, b: &GradientBlueprint, masked: bool, dtype: Dtype) -> String {
+fn gradient_name(kernel: &str, b: &GradientBlueprint, options: Options, dtype: Dtype) -> String {
     format!(
-        "hopper {kernel} {dtype} d{}v{} {}x64x{}{}{}{}",
+        "hopper {kernel} {dtype} d{}v{} {}x{}x{}{}{}",
         b.head_dim,
         b.value_dim,
         b.warpgroups,
+        b.owned() / b.warpgroups as usize,
         b.walked,
-        if masked { " mask" } else { "" },
-        if b.biased { " bias" } else { "" },
-        if b.capped { " softcap" } else { "" },
+        match b.held() {
+            0 => String::new(),
+            held => format!(" held {held}"),
+        },
+        options.suffix(),
     )
 }
 
 #[allow(clippy::unit_arg)]
-fn query_gradient(b: GradientBlueprint, masked: bool, dtype: Dtype) -> Specimen {
-    let name = gradient_name("query gradient", &b, masked, dtype);
-    Specimen::new(name, 90, move |offline| {
+fn query_gradient(b: GradientBlueprint, options: Options, dtype: Dtype) -> Specimen {
+    let name = gradient_name("query gradient", &b, options, dtype);
+    Specimen::new(name, move |offline| {
         Box::new(query_gradient_kernel::QueryGradientKernel::new(
             offline.settings(b.units(), AddressType::U32),
             offline.properties.clone(),
@@ -134,7 +117,7 @@ fn query_gradient(b: GradientBlueprint, masked: bool, dtype: Dtype) -> Specimen 
             (),
             (),
             (),
-            offline.optional(masked),
+            offline.optional(options.mask),
             offline.optional(b.biased),
             offline.buffer(),
             offline.buffer(),
@@ -149,13 +132,15 @@ fn query_gradient(b: GradientBlueprint, masked: bool, dtype: Dtype) -> Specimen 
             ElemType::UInt(UIntKind::U8),
         ))
     })
-    .only()
 }
 
 #[allow(clippy::unit_arg)]
-fn key_value_gradient(b: GradientBlueprint, masked: bool, dtype: Dtype) -> Specimen {
-    let name = gradient_name("key value gradient", &b, masked, dtype);
-    Specimen::new(name, 90, move |offline| {
+fn key_value_gradient(b: GradientBlueprint, options: Options, dtype: Dtype) -> Specimen {
+    if let Division::Gradients { .. } = b.division {
+        return wide_key_value_gradient(b, options, dtype);
+    }
+    let name = gradient_name("key value gradient", &b, options, dtype);
+    Specimen::new(name, move |offline| {
         Box::new(key_value_gradient_kernel::KeyValueGradientKernel::new(
             offline.settings(b.units(), AddressType::U32),
             offline.properties.clone(),
@@ -165,7 +150,7 @@ fn key_value_gradient(b: GradientBlueprint, masked: bool, dtype: Dtype) -> Speci
             (),
             (),
             (),
-            offline.optional(masked),
+            offline.optional(options.mask),
             offline.optional(b.biased),
             offline.buffer(),
             offline.buffer(),
@@ -180,13 +165,45 @@ fn key_value_gradient(b: GradientBlueprint, masked: bool, dtype: Dtype) -> Speci
             ElemType::UInt(UIntKind::U8),
         ))
     })
-    .only()
+}
+
+#[allow(clippy::unit_arg)]
+fn wide_key_value_gradient(b: GradientBlueprint, options: Options, dtype: Dtype) -> Specimen {
+    let name = gradient_name("wide key value gradient", &b, options, dtype);
+    Specimen::new(name, move |offline| {
+        Box::new(
+            wide_key_value_gradient_kernel::WideKeyValueGradientKernel::new(
+                offline.settings(b.units(), AddressType::U32),
+                offline.properties.clone(),
+                offline.target.clone(),
+                (),
+                (),
+                (),
+                (),
+                (),
+                offline.optional(options.mask),
+                offline.optional(b.biased),
+                offline.buffer(),
+                offline.buffer(),
+                offline.geometry(),
+                offline.index(),
+                b.score_registers(),
+                b.weight_registers(),
+                b.key_registers(),
+                b.value_registers(),
+                b.held_registers(),
+                b,
+                elem_type(dtype),
+                ElemType::UInt(UIntKind::U8),
+            ),
+        )
+    })
 }
 
 #[allow(clippy::unit_arg)]
 fn statistics(dim: usize, dtype: Dtype) -> Specimen {
     let name = format!("hopper row statistics {dtype} v{dim} gradient");
-    Specimen::new(name, 90, move |offline| {
+    Specimen::new(name, move |offline| {
         Box::new(statistics_kernel::StatisticsKernel::new(
             offline.settings(256, AddressType::U32),
             offline.properties.clone(),
@@ -203,5 +220,4 @@ fn statistics(dim: usize, dtype: Dtype) -> Specimen {
             elem_type(dtype),
         ))
     })
-    .only()
 }

@@ -11,29 +11,11 @@ pub(crate) fn row_of(unit: u32) -> i32 {
 }
 
 /// Asks for the rows from `row` on of a head, to `tiles[at..]`; past the sequence's end they are 0.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn load_stage<E: Float>(
-    full: &Shared<Barrier>,
-    operand: &TensorMap<E, Tiled>,
-    tiles: &mut Shared<[E]>,
-    at: usize,
-    batch: i32,
-    head: i32,
-    row: i32,
-    #[comptime] panels: usize,
-    #[comptime] panel: usize,
-) {
-    full.arrive_and_expect_tx(1, comptime!((panels * panel * 2) as u32));
-    load_rows(full, operand, tiles, at, batch, head, row, panels, panel);
-}
-
-/// Asks for the rows from `row` on of a head, to `tiles[at..]`; past the sequence's end they are 0.
 /// Whoever waits has to be told of `panels * panel` elements.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn load_rows<E: Float>(
-    full: &Shared<Barrier>,
+    full: &Barrier,
     operand: &TensorMap<E, Tiled>,
     tiles: &mut Shared<[E]>,
     at: usize,
@@ -54,6 +36,24 @@ pub(crate) fn load_rows<E: Float>(
             comptime!(p as i32 * 64),
         );
     }
+}
+
+/// The same, and tells whoever waits.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn load_stage<E: Float>(
+    full: &Barrier,
+    operand: &TensorMap<E, Tiled>,
+    tiles: &mut Shared<[E]>,
+    at: usize,
+    batch: i32,
+    head: i32,
+    row: i32,
+    #[comptime] panels: usize,
+    #[comptime] panel: usize,
+) {
+    full.arrive_and_expect_tx(1, comptime!((panels * panel * 2) as u32));
+    load_rows(full, operand, tiles, at, batch, head, row, panels, panel);
 }
 
 /// The plane is done with a stage. Whether it is the last of the cube's planes, and this lane has to

@@ -1,10 +1,13 @@
 //! The query gradient: one cube for each block of queries of a head, one warpgroup for 64 of them.
+//!
+//! Keys are in use from the first product to the last, values in the middle one alone: where wide heads
+//! leave no room for two stages of both, values have one, refilled while the keys' products run.
 
 use super::careful::{add_careful, non_finite};
 use super::gradient::{Position, gradients_by_query, probabilities_by_query, store_sums};
 use super::gradient_blueprint::GradientBlueprint;
 use super::instructions::*;
-use super::pipeline::{load_rows, retire, row_of};
+use super::pipeline::{load_rows, load_stage, release, row_of};
 use super::statistics::load_statistics;
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
 use cubecl::prelude::barrier::Barrier;
@@ -45,6 +48,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>
     let panel = comptime!(block_kv * 64);
     let key_stage = comptime!(key_panels * panel);
     let value_stage = comptime!(value_panels * panel);
+    let value_stages = comptime!(blueprint.value_stages());
     let element = comptime!(blueprint.element());
 
     // Which queries: heads in sections, the last block of queries first, for it sees the most keys.
@@ -67,23 +71,28 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>
     let mut gradient_tile =
         Shared::<[E]>::new_aligned_slice(comptime!(value_panels * owned_panel), 1024usize);
     let mut key_tiles = Shared::<[E]>::new_aligned_slice(comptime!(2 * key_stage), 1024usize);
-    let mut value_tiles = Shared::<[E]>::new_aligned_slice(comptime!(2 * value_stage), 1024usize);
-    // How many planes are done with a stage.
-    let mut done = Shared::<[u32]>::new_slice(2usize);
+    let mut value_tiles =
+        Shared::<[E]>::new_aligned_slice(comptime!(value_stages * value_stage), 1024usize);
+    // How many planes are done with a stage of keys (0, 1) and of values (2, 3).
+    let mut done = Shared::<[u32]>::new_slice(4usize);
     // Waits here for the end, so that no register holds it all along.
     let mut stash = Shared::<[u32]>::new_slice(1usize);
     let elected = UNIT_POS == 0;
-    if UNIT_POS < 2 {
+    if UNIT_POS < 4 {
         done[UNIT_POS as usize] = 0u32;
     }
     let owned_full = Barrier::shared_uninit();
-    let full_0 = Barrier::shared_uninit();
-    let full_1 = Barrier::shared_uninit();
+    let key_full_0 = Barrier::shared_uninit();
+    let key_full_1 = Barrier::shared_uninit();
+    let value_full_0 = Barrier::shared_uninit();
+    let value_full_1 = Barrier::shared_uninit();
     if elected {
         stash[0] = batch_head as u32;
         owned_full.init_manual(1u32);
-        full_0.init_manual(1u32);
-        full_1.init_manual(1u32);
+        key_full_0.init_manual(1u32);
+        key_full_1.init_manual(1u32);
+        value_full_0.init_manual(1u32);
+        value_full_1.init_manual(1u32);
     }
     sync_async_proxy_shared();
     sync_cube();
@@ -132,32 +141,56 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>
                 value_panels,
                 owned_panel,
             );
-            load_walked(
-                &full_0,
+            let row = ((end_block - 1) * comptime!(block_kv as u32)) as i32;
+            load_stage(
+                &key_full_0,
                 key,
-                value,
                 &mut key_tiles,
+                0usize,
+                batch as i32,
+                kv_head,
+                row,
+                key_panels,
+                panel,
+            );
+            load_stage(
+                &value_full_0,
+                value,
                 &mut value_tiles,
                 0usize,
                 batch as i32,
                 kv_head,
-                end_block - 1,
-                blueprint,
+                row,
+                value_panels,
+                panel,
             );
         }
         if count > 1 {
-            load_walked(
-                &full_1,
+            let row = ((end_block - 2) * comptime!(block_kv as u32)) as i32;
+            load_stage(
+                &key_full_1,
                 key,
-                value,
                 &mut key_tiles,
-                &mut value_tiles,
-                1usize,
+                key_stage,
                 batch as i32,
                 kv_head,
-                end_block - 2,
-                blueprint,
+                row,
+                key_panels,
+                panel,
             );
+            if comptime!(value_stages == 2) {
+                load_stage(
+                    &value_full_1,
+                    value,
+                    &mut value_tiles,
+                    value_stage,
+                    batch as i32,
+                    kv_head,
+                    row,
+                    value_panels,
+                    panel,
+                );
+            }
         }
     }
 
@@ -185,15 +218,19 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>
         let block = end_block - 1 - n;
         let stage = n % 2;
         let phase = (n / 2) % 2;
+        let value_turn = n % comptime!(value_stages as u32);
+        let value_phase = (n / comptime!(value_stages as u32)) % 2;
+        let key_at = key_address + stage * comptime!((key_stage * 2) as u32);
+        let first_kv = (block * comptime!(block_kv as u32)) as i32;
+        let next_value = first_kv - comptime!((value_stages * block_kv) as i32);
+        let more_values = n + comptime!(value_stages as u32) < count;
         if stage == 0 {
-            full_0.wait_parity(phase);
+            key_full_0.wait_parity(phase);
         } else {
-            full_1.wait_parity(phase);
+            key_full_1.wait_parity(phase);
         }
         if block >= own_first && block < own_end {
-            let key_at = key_address + stage * comptime!((key_stage * 2) as u32);
-            let value_at = value_address + stage * comptime!((value_stage * 2) as u32);
-            let first_kv = (block * comptime!(block_kv as u32)) as i32;
+            let value_at = value_address + value_turn * comptime!((value_stage * 2) as u32);
             let dots = dot_product::<S>(
                 row_descriptor(query_address),
                 row_descriptor(key_at),
@@ -240,10 +277,31 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>
                     );
                 }
             }
+            if value_turn == 0 {
+                value_full_0.wait_parity(value_phase);
+            } else {
+                value_full_1.wait_parity(value_phase);
+            }
             let products = dot_product::<S>(
                 row_descriptor(gradient_address),
                 row_descriptor(value_at),
                 comptime!(value_dots.clone()),
+            );
+            release(
+                done_address + 8 + value_turn * 4,
+                lane,
+                more_values,
+                last_plane,
+                value_turn,
+                &value_full_0,
+                &value_full_1,
+                value,
+                &mut value_tiles,
+                batch as i32,
+                kv_head,
+                next_value,
+                value_panels,
+                panel,
             );
             let mut rounded = Vector::<u32, P>::new(0u32);
             let mut way = 0u32;
@@ -282,37 +340,45 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>
                     element,
                 );
             }
-        }
-        if retire(done_address + stage * 4, lane, n + 2 < count, last_plane) {
-            if stage == 0 {
-                load_walked(
-                    &full_0,
-                    key,
-                    value,
-                    &mut key_tiles,
-                    &mut value_tiles,
-                    0usize,
-                    batch as i32,
-                    kv_head,
-                    block - 2,
-                    blueprint,
-                );
+        } else {
+            if value_turn == 0 {
+                value_full_0.wait_parity(value_phase);
             } else {
-                load_walked(
-                    &full_1,
-                    key,
-                    value,
-                    &mut key_tiles,
-                    &mut value_tiles,
-                    1usize,
-                    batch as i32,
-                    kv_head,
-                    block - 2,
-                    blueprint,
-                );
+                value_full_1.wait_parity(value_phase);
             }
+            release(
+                done_address + 8 + value_turn * 4,
+                lane,
+                more_values,
+                last_plane,
+                value_turn,
+                &value_full_0,
+                &value_full_1,
+                value,
+                &mut value_tiles,
+                batch as i32,
+                kv_head,
+                next_value,
+                value_panels,
+                panel,
+            );
         }
-        sync_plane();
+        release(
+            done_address + stage * 4,
+            lane,
+            n + 2 < count,
+            last_plane,
+            stage,
+            &key_full_0,
+            &key_full_1,
+            key,
+            &mut key_tiles,
+            batch as i32,
+            kv_head,
+            first_kv - comptime!(2 * block_kv as i32),
+            key_panels,
+            panel,
+        );
     }
 
     let batch_head = load_shared(stash_address) as usize;
@@ -327,52 +393,5 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>
         geometry.scale,
         blueprint.head_dim,
         element,
-    );
-}
-
-/// Asks for a block of keys and values of a head, to `stage`.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-fn load_walked<E: Float>(
-    full: &Shared<Barrier>,
-    key: &TensorMap<E, Tiled>,
-    value: &TensorMap<E, Tiled>,
-    key_tiles: &mut Shared<[E]>,
-    value_tiles: &mut Shared<[E]>,
-    #[comptime] stage: usize,
-    batch: i32,
-    head: i32,
-    block: u32,
-    #[comptime] blueprint: GradientBlueprint,
-) {
-    let key_panels = comptime!(blueprint.head_dim.div_ceil(64));
-    let value_panels = comptime!(blueprint.value_dim.div_ceil(64));
-    let panel = comptime!(blueprint.walked * 64);
-    let row = (block * comptime!(blueprint.walked as u32)) as i32;
-    full.arrive_and_expect_tx(
-        1,
-        comptime!(((key_panels + value_panels) * panel * 2) as u32),
-    );
-    load_rows(
-        full,
-        key,
-        key_tiles,
-        comptime!(stage * key_panels * panel).runtime(),
-        batch,
-        head,
-        row,
-        key_panels,
-        panel,
-    );
-    load_rows(
-        full,
-        value,
-        value_tiles,
-        comptime!(stage * value_panels * panel).runtime(),
-        batch,
-        head,
-        row,
-        value_panels,
-        panel,
     );
 }

@@ -100,6 +100,11 @@ impl RowPair {
         (a0, a1)
     }
 
+    /// Whether a sum is negative: it never is, but only the reader knows.
+    pub fn negative(&self) -> bool {
+        self.sum_0 < 0.0f32 || self.sum_1 < 0.0f32
+    }
+
     /// Sums over the four units of the first or second row, and what is stored.
     pub fn finish(
         &self,
@@ -225,14 +230,13 @@ fn exponent(score: f32, base: f32, factor: f32, #[comptime] plain: bool) -> f32 
     }
 }
 
-/// Probabilities relative to the bases, rounded in pairs; their sums are of the unrounded.
+/// Probabilities relative to the bases; their sums are of these, unrounded.
 #[cube]
-pub(crate) fn probabilities<S: Size, P: Size>(
+pub(crate) fn probabilities<S: Size>(
     scores: Vector<f32, S>,
     rows: &mut RowPair,
     #[comptime] blueprint: ForwardBlueprint,
-) -> Vector<u32, P> {
-    let element = comptime!(blueprint.element());
+) -> Vector<f32, S> {
     let factor = rows.factor;
     let plain = comptime!(blueprint.plain());
     let mut base_0 = rows.base_0;
@@ -242,7 +246,7 @@ pub(crate) fn probabilities<S: Size, P: Size>(
         base_0 = max(base_0 * factor, lowest());
         base_1 = max(base_1 * factor, lowest());
     }
-    let mut p = Vector::<u32, P>::new(0u32);
+    let mut p = Vector::<f32, S>::new(0.0f32);
     let mut sum_0 = 0.0f32;
     let mut sum_1 = 0.0f32;
     #[unroll]
@@ -253,10 +257,29 @@ pub(crate) fn probabilities<S: Size, P: Size>(
         let d = exp2(exponent(scores.extract(4 * j + 3), base_1, factor, plain));
         sum_0 += a + b;
         sum_1 += c + d;
-        p.insert(2 * j, pack(a, b, element));
-        p.insert(2 * j + 1, pack(c, d, element));
+        p.insert(4 * j, a);
+        p.insert(4 * j + 1, b);
+        p.insert(4 * j + 2, c);
+        p.insert(4 * j + 3, d);
     }
     rows.sum_0 += sum_0;
     rows.sum_1 += sum_1;
+    p
+}
+
+/// Probabilities rounded in pairs, in the layout of the next product's operand.
+#[cube]
+pub(crate) fn rounded<S: Size, P: Size>(
+    probabilities: Vector<f32, S>,
+    #[comptime] blueprint: ForwardBlueprint,
+) -> Vector<u32, P> {
+    let element = comptime!(blueprint.element());
+    let mut p = Vector::<u32, P>::new(0u32);
+    #[unroll]
+    for j in 0..comptime!(blueprint.block_kv / 4) {
+        let low = probabilities.extract(2 * j);
+        let high = probabilities.extract(2 * j + 1);
+        p.insert(j, pack(low, high, element));
+    }
     p
 }

@@ -120,11 +120,8 @@ pub enum Decline {
 /// [`Decline`] names what the device or the problem lacks.
 pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
     let name = || device.hardware.clone();
-    let element = match problem.dtype {
-        // In three parts.
-        Dtype::F32 => Dtype::BF16,
-        dtype => dtype,
-    };
+    // The parts of `f32` are of the type that its halves pass for.
+    let element = staged_as(problem.dtype);
     // Register layouts are those of NVIDIA's instruction.
     let product = format!("16x8x16 {element} -> f32");
     if !device.mma_shapes.contains(&product) {
@@ -252,17 +249,28 @@ const fn staged_twice(warps: usize, row_tiles: usize, walked: usize) -> Blocks {
 }
 
 /// The last of each fits every device that has the instructions.
-const FORWARD: [(usize, &[Blocks], &[Blocks]); 3] = [
+const FORWARD: [(usize, &[Blocks], &[Blocks]); 4] = [
     (
         64,
         &[staged_twice(4, 2, 64), blocks(4, 2, 64), blocks(4, 1, 32)],
         &[blocks(4, 2, 64), blocks(4, 1, 32)],
     ),
     (
-        128,
+        96,
         &[
             staged_twice(4, 2, 64),
             blocks(4, 2, 64),
+            blocks(4, 2, 32),
+            blocks(4, 1, 32),
+        ],
+        &[blocks(4, 2, 32), blocks(4, 1, 32)],
+    ),
+    // Scores of 64 keys beside outputs of 128 features leave too few registers.
+    (
+        128,
+        &[
+            staged_twice(4, 2, 48),
+            staged_twice(4, 2, 32),
             blocks(4, 2, 32),
             blocks(4, 1, 32),
         ],
@@ -288,13 +296,8 @@ const QUERY_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
     ),
     (
         256,
-        &[
-            staged_twice(4, 1, 32),
-            blocks(4, 1, 32),
-            blocks(4, 1, 16),
-            blocks(2, 1, 16),
-        ],
-        &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[staged_twice(4, 1, 32), blocks(4, 1, 32), blocks(4, 1, 16)],
+        &[blocks(4, 1, 16)],
     ),
 ];
 
@@ -316,13 +319,8 @@ const KEY_VALUE_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
     ),
     (
         256,
-        &[
-            staged_twice(4, 1, 32),
-            blocks(4, 1, 32),
-            blocks(4, 1, 16),
-            blocks(2, 1, 16),
-        ],
-        &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[staged_twice(4, 1, 32), blocks(4, 1, 32), blocks(4, 1, 16)],
+        &[blocks(4, 1, 16)],
     ),
 ];
 
@@ -374,23 +372,6 @@ const fn tables(dtype: Dtype) -> [&'static Table; 3] {
     }
 }
 
-/// The blocks that [`plan`] chooses from, the preferred first.
-#[cfg(feature = "machine-code")]
-pub(super) fn all_blocks(
-    kernel: &str,
-    dtype: Dtype,
-    widest: usize,
-    asynchronous: bool,
-) -> impl Iterator<Item = Blocks> {
-    let [forward, query_gradient, key_value_gradient] = tables(dtype);
-    let table = match kernel {
-        "forward" => forward,
-        "query gradient" => query_gradient,
-        _ => key_value_gradient,
-    };
-    candidates(widest, asynchronous, table)
-}
-
 fn candidates(
     widest: usize,
     asynchronous: bool,
@@ -403,19 +384,23 @@ fn candidates(
 }
 
 fn smallest(problem: &Problem) -> usize {
-    let blocks = blocks(2, 1, 16);
+    let blocks = blocks(4, 1, 16);
     forward_shared_memory(problem, &blocks)
         .max(query_gradient_shared_memory(problem, &blocks))
         .max(key_value_gradient_shared_memory(problem, &blocks))
 }
 
-/// Staged elements of `dim` features: 16-bit numbers, or both halves of `f32` numbers.
-const fn staged(dtype: Dtype, dim: usize) -> usize {
-    if matches!(dtype, Dtype::F32) {
-        2 * dim
-    } else {
-        dim
+/// What tiles are staged as: 16-bit numbers, and `f32` as halves of a type whose values do not matter.
+pub(crate) const fn staged_as(dtype: Dtype) -> Dtype {
+    match dtype {
+        Dtype::F32 => Dtype::BF16,
+        dtype => dtype,
     }
+}
+
+/// Staged elements of `dim` features.
+const fn staged(dtype: Dtype, dim: usize) -> usize {
+    dim * dtype.size() / staged_as(dtype).size()
 }
 
 /// Distances of two rows of shared tiles: of queries and keys, and of values.
@@ -470,6 +455,27 @@ pub(crate) struct Config {
 }
 
 impl Config {
+    /// The kernel of `problem` with blocks of `blueprint`, whose operands are read in vectors.
+    pub(crate) fn of(
+        problem: &Problem,
+        blueprint: &Blueprint,
+        blocks: Blocks,
+        vector: usize,
+    ) -> Self {
+        Self {
+            blocks,
+            head_dim: problem.head_dim,
+            value_dim: problem.value_dim,
+            vector,
+            capped: problem.softcap.is_some(),
+            biased: problem.bias.is_some(),
+            negative: problem.scale < 0.0,
+            assembly: blueprint.assembly,
+            asynchronous: blueprint.asynchronous,
+            dtype: problem.dtype,
+        }
+    }
+
     /// Whether the score of a visible key is its dot product times the scale.
     pub(crate) const fn plain(&self) -> bool {
         !self.capped && !self.biased

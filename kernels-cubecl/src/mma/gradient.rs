@@ -5,9 +5,9 @@
 
 use super::blueprint::Config;
 use super::fragment::{Accumulator, Pair};
-use super::softmax::{Position, natural_unit, power, rounded_score, visible_score};
+use super::softmax::{Position, natural_unit, power, read_apart, rounded_score, visible_score};
 use crate::schedule::Geometry;
-use crate::score::{counts, score_row, uncap};
+use crate::score::{counted_from, counts, score_row, uncap};
 use cubecl::prelude::*;
 
 /// The tiles of a block of scores, and which way round it lies.
@@ -59,9 +59,18 @@ impl Block {
 fn along(#[comptime] nth: usize, #[comptime] rows: bool) -> usize {
     let lane = UNIT_POS_PLANE as usize;
     if comptime!(rows) {
-        lane / 4 + comptime!(nth / 2 * 16 + nth % 2 * 8)
+        lane / 4 + comptime!(distance(nth, rows))
     } else {
-        lane % 4 * 2 + comptime!(nth / 2 * 8 + nth % 2)
+        lane % 4 * 2 + comptime!(distance(nth, rows))
+    }
+}
+
+/// Distance of a lane's element `nth` from its first.
+const fn distance(nth: usize, rows: bool) -> usize {
+    if rows {
+        nth / 2 * 16 + nth % 2 * 8
+    } else {
+        nth / 2 * 8 + nth % 2
     }
 }
 
@@ -156,6 +165,10 @@ fn form_probabilities<E: Float, M: Int>(
         let log_sum = statistics[first + block.staged + query];
         let i = position.first_query + query as i32;
         let view = score_row::<E, M>(i, position.batch, position.head, mask, bias, geometry);
+        let view = counted_from(
+            view,
+            position.first_kv + along(0usize, block.transposed) as i32,
+        );
         #[unroll]
         for k in 0..comptime!(block.keys()) {
             let (n, half, c) = comptime!(block.element(q, k));
@@ -163,7 +176,7 @@ fn form_probabilities<E: Float, M: Int>(
             let mut pair = tile[half];
             let dot = pair.extract(c);
             if comptime!(tested) {
-                let j = position.first_kv + along(k, block.transposed) as i32;
+                let j = comptime!(distance(k, block.transposed) as i32).runtime();
                 let score = rounded_score::<E, M>(dot, view, j, mask, bias, geometry, config);
                 let p = power(fma(score - maximum, unit, -log_sum), config.assembly);
                 pair.insert(c, select(counts(score), p, 0.0f32));
@@ -174,6 +187,11 @@ fn form_probabilities<E: Float, M: Int>(
             }
             tile[half] = pair;
         }
+        // Sixteen elements at a time.
+        let row = comptime!(tested && (mask.is_some() || config.biased) && config.assembly);
+        read_apart(comptime!(
+            row && ((q + 1) * block.keys()).is_multiple_of(16)
+        ));
     }
 }
 

@@ -7,7 +7,7 @@
 use super::blueprint::Config;
 use super::fragment::{Accumulator, Chunk, Pair, chunks, pitch};
 use super::softmax::{exponent, power};
-use super::stage::{Rows, Staging, load_chunk, load_number};
+use super::stage::{Rows, Staging};
 use cubecl::prelude::*;
 
 /// Flags of a tile's rows, and one more: whether any is raised.
@@ -118,24 +118,9 @@ pub(crate) fn add_flagged_rows<E: Float, N: Size>(
             }
             #[unroll]
             for n in 0..tiles {
-                let row = first_row + j as i32;
-                let mut even = 0.0f32;
-                let mut odd = 0.0f32;
-                if comptime!(staging.halved) {
-                    let feature = comptime!(8 * n) + (lane % 4 * 2) as usize;
-                    even = load_number(x, rows, row, feature, staging);
-                    odd = load_number(x, rows, row, feature + 1, staging);
-                } else {
-                    let chunk = load_chunk(x, rows, row, n, staging);
-                    #[unroll]
-                    for part in 0..4usize {
-                        let here = lane % 4 == part as u32;
-                        let first = f32::cast_from(chunk.extract(comptime!(2 * part)));
-                        let second = f32::cast_from(chunk.extract(comptime!(2 * part + 1)));
-                        even = select(here, first, even);
-                        odd = select(here, second, odd);
-                    }
-                }
+                let feature = comptime!(n * 8) + (lane % 4 * 2) as usize;
+                let pair = load_pair(x, rows, first_row + j as i32, feature, staging);
+                let (even, odd) = (pair.extract(0usize), pair.extract(1usize));
                 #[unroll]
                 for r in 0..row_tiles {
                     let tile = out.index_mut(comptime!(r * tiles + n));
@@ -160,6 +145,41 @@ pub(crate) fn add_flagged_rows<E: Float, N: Size>(
             }
         }
     }
+}
+
+/// Two neighbouring features of a row: what a lane's accumulators have of it.
+#[cube]
+fn load_pair<E: Float, N: Size>(
+    x: &Tensor<Vector<E, N>>,
+    rows: Rows,
+    row: i32,
+    feature: usize,
+    #[comptime] staging: Staging,
+) -> Pair<f32> {
+    let mut pair = Pair::<f32>::new(0.0f32);
+    if row < rows.count && feature < comptime!(staging.features()) {
+        let at = rows.base + row as usize * rows.stride;
+        if comptime!(staging.halved) {
+            let numbers = x.as_slice().with_vector_size::<Const<2>>();
+            let first = numbers[(at + feature * rows.step) / 2];
+            pair.insert(0usize, f32::reinterpret(first));
+            if feature + 1 < comptime!(staging.features()) {
+                let second = numbers[(at + (feature + 1) * rows.step) / 2];
+                pair.insert(1usize, f32::reinterpret(second));
+            }
+        } else if comptime!(staging.vector == 1) {
+            let first = x[at + feature * rows.step].extract(0usize);
+            pair.insert(0usize, f32::cast_from(first));
+            if feature + 1 < staging.dim {
+                let second = x[at + (feature + 1) * rows.step].extract(0usize);
+                pair.insert(1usize, f32::cast_from(second));
+            }
+        } else {
+            let pairs = x.as_slice().with_vector_size::<Const<2>>();
+            pair = Pair::cast_from(pairs[(at + feature) / 2]);
+        }
+    }
+    pair
 }
 
 /// Whether an element has all exponent bits set. `exponent` holds those bits for both halves of a

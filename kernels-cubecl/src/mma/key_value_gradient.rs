@@ -8,8 +8,8 @@
 use super::blueprint::Config;
 use super::forward::{share_rows, store_rows};
 use super::fragment::{
-    Chunk, along_columns, along_rows, along_sums, as_weights, dot_products, further, weighted_sum,
-    zeros,
+    Chunk, along_columns, along_rows, along_sums, as_weights, by_value, dot_products, further,
+    weighted_sum, zeros,
 };
 use super::gradient::{
     Block, keep_dots, load_statistics, rebuild_probabilities, scale_all, score_gradients,
@@ -135,6 +135,11 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
     let end_block = (visible.end as usize).div_ceil(block_q);
     let per_head = select(end_block > first_block, end_block - first_block, 0usize);
     let steps = per_head * geometry.group;
+    // All blocks of the first head that reads the key head, then of the next.
+    let first_of_head = (first_block * block_q) as i32;
+    let end_of_head = (end_block * block_q) as i32;
+    let mut walked_head = kv_head * geometry.group;
+    let mut walked_query = (first_block * block_q) as i32;
 
     stage_first(
         key,
@@ -165,12 +170,12 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
     }));
     let own = UNIT_POS as usize;
     if steps > 0 {
-        let at = place_of(0usize, per_head, first_block, kv_head, &geometry, block_q);
+        let head = kv_head * geometry.group;
         if comptime!(ahead) {
             issue(
                 query,
-                rows_of(query, batch, at.head, geometry.seq_q),
-                at.first_query,
+                rows_of(query, batch, head, geometry.seq_q),
+                first_of_head,
                 &mut queries,
                 0usize,
                 &mut pending_query,
@@ -178,8 +183,8 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
             );
             issue(
                 output_gradient,
-                rows_of(output_gradient, batch, at.head, geometry.seq_q),
-                at.first_query,
+                rows_of(output_gradient, batch, head, geometry.seq_q),
+                first_of_head,
                 &mut gradients,
                 0usize,
                 &mut pending_gradient,
@@ -190,15 +195,21 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
             row_statistics,
             &mut pending_statistics,
             batch,
-            at.head,
-            at.first_query + own as i32,
+            head,
+            first_of_head + own as i32,
             &geometry,
             config,
         );
     }
     for step in 0..steps {
-        let at = place_of(step, per_head, first_block, kv_head, &geometry, block_q);
-        let (head, first_query) = (at.head, at.first_query);
+        let head = by_value::<usize>(walked_head);
+        let first_query = by_value::<i32>(walked_query);
+        let following = first_query + comptime!(block_q as i32);
+        let last_of_head = following >= end_of_head;
+        let next_head = select(last_of_head, head + 1, head);
+        let next_query = select(last_of_head, first_of_head, following);
+        walked_head = next_head;
+        walked_query = next_query;
         let query_rows = rows_of(query, batch, head, geometry.seq_q);
         let gradient_rows = rows_of(output_gradient, batch, head, geometry.seq_q);
         let stage = step % blocks.stages;
@@ -258,13 +269,12 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
         }
         sync_cube();
         if step + 1 < steps {
-            let next = place_of(step + 1, per_head, first_block, kv_head, &geometry, block_q);
             if comptime!(ahead) {
                 let other = (stage + 1) % blocks.stages;
                 issue(
                     query,
-                    rows_of(query, batch, next.head, geometry.seq_q),
-                    next.first_query,
+                    rows_of(query, batch, next_head, geometry.seq_q),
+                    next_query,
                     &mut queries,
                     other * query_slot,
                     &mut pending_query,
@@ -272,8 +282,8 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                 );
                 issue(
                     output_gradient,
-                    rows_of(output_gradient, batch, next.head, geometry.seq_q),
-                    next.first_query,
+                    rows_of(output_gradient, batch, next_head, geometry.seq_q),
+                    next_query,
                     &mut gradients,
                     other * gradient_slot,
                     &mut pending_gradient,
@@ -284,8 +294,8 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                 row_statistics,
                 &mut pending_statistics,
                 batch,
-                next.head,
-                next.first_query + own as i32,
+                next_head,
+                next_query + own as i32,
                 &geometry,
                 config,
             );
@@ -494,29 +504,5 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
             config.value_dim,
             config,
         );
-    }
-}
-
-/// A block of queries of one of the heads that read the key head.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct QueryBlock {
-    head: usize,
-    first_query: i32,
-}
-
-/// The block of a step: all blocks of the first head, then of the next.
-#[cube]
-fn place_of(
-    step: usize,
-    per_head: usize,
-    first_block: usize,
-    kv_head: usize,
-    geometry: &Geometry,
-    #[comptime] block_q: usize,
-) -> QueryBlock {
-    QueryBlock {
-        head: kv_head * geometry.group + step / per_head,
-        first_query: ((first_block + step % per_head) * block_q) as i32,
     }
 }

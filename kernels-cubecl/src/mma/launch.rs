@@ -1,6 +1,6 @@
 //! Allocation and launches of the register-fragment kernels.
 
-use super::blueprint::{Blocks, Blueprint, Config};
+use super::blueprint::{Blocks, Blueprint, Config, staged_as};
 use super::forward::forward_kernel;
 use super::key_value_gradient::{Sides, key_value_gradient_kernel};
 use super::query_gradient::query_gradient_kernel;
@@ -15,7 +15,7 @@ use cubecl::ir::{AddressType, ElemType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl::zspace::Strides;
-use flash_attention_spec::{Dtype, Problem, Wanted};
+use flash_attention_spec::{Problem, Wanted};
 
 /// The output `[batch, heads, seq_q, value_dim]` and the statistics `[2, batch, heads, seq_q]` in
 /// `f32` (row maximum, logarithm of the sum of `exp(score - maximum)`), both packed.
@@ -259,10 +259,8 @@ impl<'a> Launch<'a> {
                         .all(|x| in_vectors(x, vector, bytes))
             })
             .unwrap_or(1);
-        let (parts, staged) = match problem.dtype {
-            Dtype::F32 => (2, Dtype::BF16),
-            dtype => (1, dtype),
-        };
+        let staged = staged_as(problem.dtype);
+        let parts = bytes / staged.size();
         Self {
             client,
             problem,
@@ -275,18 +273,7 @@ impl<'a> Launch<'a> {
     }
 
     fn config(&self, blocks: Blocks) -> Config {
-        Config {
-            blocks,
-            head_dim: self.problem.head_dim,
-            value_dim: self.problem.value_dim,
-            vector: self.vector,
-            capped: self.problem.softcap.is_some(),
-            biased: self.problem.bias.is_some(),
-            negative: self.problem.scale < 0.0,
-            assembly: self.blueprint.assembly,
-            asynchronous: self.blueprint.asynchronous,
-            dtype: self.problem.dtype,
-        }
+        Config::of(self.problem, self.blueprint, blocks, self.vector)
     }
 
     /// An operand, in staged elements.

@@ -1,99 +1,133 @@
 //! The register-fragment kernels as the test `machine_code` reads them.
 
-use super::blueprint::{Blocks, Config, all_blocks};
+use super::blueprint::{Blocks, Blueprint, Config, plan, staged_as};
 use super::forward::forward_kernel;
 use super::key_value_gradient::{Sides, key_value_gradient_kernel};
 use super::query_gradient::query_gradient_kernel;
-use crate::device::elem_type;
-use crate::machine_code::{Offline, Specimen};
+use crate::device::{Device, elem_type};
+use crate::machine_code::{
+    HEADS, HEADS_OF_EVERY_FORM, HEADS_WITH_OPTIONS, Offline, Options, Specimen,
+};
 use cubecl::ir::{AddressType, ElemType, UIntKind};
 use cubecl::prelude::CubeKernel;
 use flash_attention_spec::Dtype;
 
-pub(crate) fn specimens() -> Vec<Specimen> {
+/// The kernels of the family, and what chooses between their forms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kernel {
+    Forward,
+    QueryGradient,
+    KeyValueGradient(Sides),
+}
+
+const KERNELS: [Kernel; 5] = [
+    Kernel::Forward,
+    Kernel::QueryGradient,
+    Kernel::KeyValueGradient(Sides::BOTH),
+    Kernel::KeyValueGradient(Sides::KEY),
+    Kernel::KeyValueGradient(Sides::VALUE),
+];
+
+pub(crate) fn specimens(device: &Device) -> Vec<Specimen> {
+    let mut all = of_device(device);
+    // What CubeCL's other generator gets, compiled by this one: the blocks and loops are the same, on
+    // every device.
+    if device.cuda_capability == Some(OLDEST) {
+        let other = Device {
+            copy_async: false,
+            ..device.clone()
+        };
+        all.extend(of_device(&other));
+    }
+    all
+}
+
+const OLDEST: u32 = 80;
+
+fn of_device(device: &Device) -> Vec<Specimen> {
     let mut all = Vec::new();
-    for (dtype, asynchronous) in [
-        (Dtype::BF16, true),
-        (Dtype::BF16, false),
-        (Dtype::F32, true),
-    ] {
-        for dim in [64, 128, 256] {
-            for (options, masked, more) in [
-                ("", false, false),
-                (" mask", true, false),
-                (" mask bias softcap", true, true),
-            ] {
-                for kernel in ["forward", "query gradient", "key value gradient"] {
-                    for blocks in all_blocks(kernel, dtype, dim, asynchronous).take(1) {
-                        let config = Config {
-                            capped: more,
-                            biased: more,
-                            ..config(blocks, dtype, dim, asynchronous)
-                        };
-                        let specimen = |sides: Option<Sides>, suffix: &str| {
-                            let name = format!("{}{options}{suffix}", name(kernel, &config));
-                            Specimen::new(name, 80, move |offline| match (kernel, sides) {
-                                ("forward", _) => forward(offline, config, masked),
-                                (_, Some(sides)) => key_value(offline, config, masked, sides),
-                                _ => query(offline, config, masked),
-                            })
-                            .tolerating(TOLERATED)
-                        };
-                        if kernel != "key value gradient" {
-                            all.push(specimen(None, ""));
-                        } else if dim <= 128 {
-                            all.push(specimen(Some(Sides::BOTH), ""));
-                        } else {
-                            all.push(specimen(Some(Sides::KEY), " key"));
-                            all.push(specimen(Some(Sides::VALUE), " value"));
-                        }
-                    }
-                }
+    for (kernel, dim) in KERNELS.into_iter().flat_map(|k| HEADS.map(|dim| (k, dim))) {
+        let mut add = |options: Options, dtype: Dtype, vector: usize| {
+            let problem = options.problem([dim, dim], dtype);
+            let blueprint = plan(&problem, device).expect("served");
+            if let Some(blocks) = kernel.blocks(&blueprint) {
+                let config = Config::of(&problem, &blueprint, blocks, vector);
+                all.push(kernel.specimen(config, options, dtype));
             }
+        };
+        add(Options::NONE, Dtype::BF16, 8);
+        if device.copy_async {
+            add(Options::NONE, Dtype::F32, 8);
+        }
+        if device.copy_async && HEADS_WITH_OPTIONS.contains(&dim) {
+            add(Options::ALL, Dtype::BF16, 8);
+        }
+        if device.copy_async && dim == HEADS_OF_EVERY_FORM {
+            add(Options::NONE, Dtype::F16, 8);
+            add(Options::NONE, Dtype::BF16, 1);
+            add(Options::MASK, Dtype::BF16, 8);
+            add(Options::ALL, Dtype::F32, 8);
+            add(Options::NONE, Dtype::F32, 2);
         }
     }
     all
 }
 
-/// The widest blocks keep a few words of local memory outside the products.
-const TOLERATED: usize = 1024;
+impl Kernel {
+    /// Its blocks, where the blueprint has the kernel for both gradients or one for each: where it has
+    /// the first, the others are parts of it.
+    fn blocks(self, blueprint: &Blueprint) -> Option<Blocks> {
+        match self {
+            Kernel::Forward => Some(blueprint.forward),
+            Kernel::QueryGradient => Some(blueprint.query_gradient),
+            Kernel::KeyValueGradient(sides) => (blueprint.joint_key_value
+                == (sides == Sides::BOTH))
+                .then_some(blueprint.key_value_gradient),
+        }
+    }
 
-fn config(blocks: Blocks, dtype: Dtype, dim: usize, asynchronous: bool) -> Config {
-    Config {
-        blocks,
-        head_dim: dim,
-        value_dim: dim,
-        vector: 8,
-        capped: false,
-        biased: false,
-        negative: false,
-        assembly: asynchronous,
-        asynchronous,
-        dtype,
+    fn specimen(self, config: Config, options: Options, dtype: Dtype) -> Specimen {
+        let Blocks {
+            warps,
+            row_tiles,
+            walked,
+            stages,
+            ..
+        } = config.blocks;
+        let kernel = match self {
+            Kernel::Forward => "forward",
+            Kernel::QueryGradient => "query gradient",
+            Kernel::KeyValueGradient(Sides::KEY) => "key gradient",
+            Kernel::KeyValueGradient(Sides::VALUE) => "value gradient",
+            Kernel::KeyValueGradient(_) => "key value gradient",
+        };
+        let copies = match (config.asynchronous, config.vector) {
+            (false, _) => " plain",
+            (true, 8) => "",
+            (true, _) => " strided",
+        };
+        let name = format!(
+            "mma {kernel} {dtype} d{}v{} {warps}x{row_tiles}x16 by {walked} stages {stages}{copies}{}",
+            config.head_dim,
+            config.value_dim,
+            options.suffix(),
+        );
+        Specimen::new(name, move |offline| match self {
+            Kernel::Forward => forward(offline, config, options.mask, dtype),
+            Kernel::QueryGradient => query(offline, config, options.mask, dtype),
+            Kernel::KeyValueGradient(sides) => {
+                key_value(offline, config, options.mask, sides, dtype)
+            }
+        })
     }
 }
 
-fn name(kernel: &str, config: &Config) -> String {
-    let Blocks {
-        warps,
-        row_tiles,
-        walked,
-        stages,
-        ..
-    } = config.blocks;
-    let copies = if config.asynchronous {
-        "async"
-    } else {
-        "plain"
-    };
-    let dim = config.head_dim;
-    let dtype = config.dtype;
-    format!(
-        "mma {dtype} {kernel} d{dim} {warps}x{row_tiles}x16 by {walked} stages {stages} {copies}"
-    )
-}
-
-fn forward(offline: &mut Offline, config: Config, masked: bool) -> Box<dyn CubeKernel> {
+fn forward(
+    offline: &mut Offline,
+    config: Config,
+    masked: bool,
+    dtype: Dtype,
+) -> Box<dyn CubeKernel> {
     Box::new(forward_kernel::ForwardKernel::new(
         offline.settings(config.blocks.units() as u32, AddressType::U32),
         offline.properties.clone(),
@@ -108,13 +142,13 @@ fn forward(offline: &mut Offline, config: Config, masked: bool) -> Box<dyn CubeK
         offline.geometry(),
         config.vector,
         config,
-        elem_type(Dtype::BF16),
-        elem_type(config.dtype),
+        elem_type(staged_as(dtype)),
+        elem_type(dtype),
         ElemType::UInt(UIntKind::U8),
     ))
 }
 
-fn query(offline: &mut Offline, config: Config, masked: bool) -> Box<dyn CubeKernel> {
+fn query(offline: &mut Offline, config: Config, masked: bool, dtype: Dtype) -> Box<dyn CubeKernel> {
     Box::new(query_gradient_kernel::QueryGradientKernel::new(
         offline.settings(config.blocks.units() as u32, AddressType::U32),
         offline.properties.clone(),
@@ -130,8 +164,8 @@ fn query(offline: &mut Offline, config: Config, masked: bool) -> Box<dyn CubeKer
         offline.geometry(),
         config.vector,
         config,
-        elem_type(Dtype::BF16),
-        elem_type(config.dtype),
+        elem_type(staged_as(dtype)),
+        elem_type(dtype),
         ElemType::UInt(UIntKind::U8),
     ))
 }
@@ -141,6 +175,7 @@ fn key_value(
     config: Config,
     masked: bool,
     sides: Sides,
+    dtype: Dtype,
 ) -> Box<dyn CubeKernel> {
     Box::new(key_value_gradient_kernel::KeyValueGradientKernel::new(
         offline.settings(config.blocks.units() as u32, AddressType::U32),
@@ -159,8 +194,8 @@ fn key_value(
         config.vector,
         sides,
         config,
-        elem_type(Dtype::BF16),
-        elem_type(config.dtype),
+        elem_type(staged_as(dtype)),
+        elem_type(dtype),
         ElemType::UInt(UIntKind::U8),
     ))
 }

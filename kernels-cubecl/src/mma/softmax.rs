@@ -10,7 +10,9 @@ use super::fragment::{Accumulator, Pair, Registers, by_value, round_pair};
 use super::split::as_left;
 use crate::rounding::{separate, unscaled};
 use crate::schedule::Geometry;
-use crate::score::{ScoreRow, capped_score, counts, finish_score, lowest, score_row};
+use crate::score::{
+    ScoreRow, capped_score, counted_from, counts, finish_score, is_visible, lowest, score_row,
+};
 use cubecl::prelude::*;
 use std::f32::consts::{LN_2, LOG2_E};
 
@@ -89,6 +91,15 @@ pub(crate) fn in_any_lane(x: bool, #[comptime] assembly: bool) -> bool {
         by_value::<u32>(y) != 0
     } else {
         plane_any(x)
+    }
+}
+
+/// Keeps the reads of masks and biases on either side apart: compilers would have all of a block on
+/// their way at once, and a register or three for each.
+#[cube]
+pub(crate) fn read_apart(#[comptime] apart: bool) {
+    if apart {
+        gpu_asm!("bar.warp.sync 0xffffffff;");
     }
 }
 
@@ -189,6 +200,7 @@ pub(crate) fn finish_scores<E: Float, M: Int>(
                     + (lane / 4) as i32;
                 let view =
                     score_row::<E, M>(i, position.batch, position.head, mask, bias, geometry);
+                let view = counted_from(view, position.first_kv + (lane % 4 * 2) as i32);
                 #[unroll]
                 for n in 0..column_tiles {
                     let tile = scores.index_mut(comptime!(r * column_tiles + n));
@@ -196,20 +208,23 @@ pub(crate) fn finish_scores<E: Float, M: Int>(
                     let mut new = Pair::<f32>::new(0.0f32);
                     #[unroll]
                     for c in 0..2usize {
-                        let j = position.first_kv
-                            + comptime!((8 * n + c) as i32)
-                            + (lane % 4 * 2) as i32;
+                        let j = comptime!((8 * n + c) as i32).runtime();
                         let dot = old.extract(c);
-                        let score =
-                            rounded_score::<E, M>(dot, view, j, mask, bias, geometry, config);
-                        let mut value = score;
+                        // Of dot products infinity stands for itself, here as in a block that is
+                        // wholly visible.
                         if comptime!(config.plain()) {
-                            value = dot;
+                            new.insert(c, select(is_visible::<M>(view, j, mask), dot, hidden));
+                        } else {
+                            let score =
+                                rounded_score::<E, M>(dot, view, j, mask, bias, geometry, config);
+                            new.insert(c, select(counts(score), score, hidden));
                         }
-                        new.insert(c, select(counts(score), value, hidden));
                     }
                     tile[half] = new;
                 }
+                read_apart(comptime!(
+                    config.assembly && (mask.is_some() || config.biased)
+                ));
             }
         }
     } else if comptime!(config.capped) {

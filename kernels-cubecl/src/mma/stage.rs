@@ -68,10 +68,15 @@ impl Staging {
         self.rows * chunks(self.dim)
     }
 
+    /// Features of a row, whole.
+    pub(crate) const fn features(&self) -> usize {
+        if self.halved { self.dim / 2 } else { self.dim }
+    }
+
     /// Tiles of eight features that the sums over its rows have.
     pub(crate) const fn tiles(&self) -> usize {
         if self.halved {
-            self.dim.div_ceil(16)
+            self.features().div_ceil(8)
         } else {
             chunks(self.dim)
         }
@@ -95,7 +100,7 @@ impl Staging {
 /// Eight features of a row; 0 past the last row and past the last feature, so that memory outside
 /// the operand is never read.
 #[cube]
-pub(crate) fn load_chunk<E: Float, N: Size>(
+fn load_chunk<E: Float, N: Size>(
     x: &Tensor<Vector<E, N>>,
     rows: Rows,
     row: i32,
@@ -132,24 +137,6 @@ pub(crate) fn load_chunk<E: Float, N: Size>(
     loaded
 }
 
-/// Feature `feature` of a row of `f32` numbers whose halves are staged; 0 past the last row and feature.
-#[cube]
-pub(crate) fn load_number<E: Float, N: Size>(
-    x: &Tensor<Vector<E, N>>,
-    rows: Rows,
-    row: i32,
-    feature: usize,
-    #[comptime] staging: Staging,
-) -> f32 {
-    let mut number = 0.0f32;
-    if row < rows.count && feature < comptime!(staging.dim / 2) {
-        let at = rows.base + row as usize * rows.stride + feature * rows.step;
-        let halves = x.as_slice().with_vector_size::<Const<2>>();
-        number = f32::reinterpret(halves[at / 2]);
-    }
-    number
-}
-
 /// Starts rows `first_row ..` on their way to `tile`, from its chunk `slot` on.
 #[cube]
 pub(crate) fn issue<E: Float, N: Size>(
@@ -162,20 +149,20 @@ pub(crate) fn issue<E: Float, N: Size>(
     #[comptime] staging: Staging,
 ) {
     if comptime!(staging.asynchronous) {
+        // A unit keeps its column: one address, and constant distances from it. Where rows are no
+        // power of two of chunks, the last units have none.
         let width = comptime!(chunks(staging.dim));
-        let unit = UNIT_POS as usize;
-        if comptime!(staging.units.is_multiple_of(width)) {
-            // A unit keeps its column: one address, and constant distances from it.
-            let step = comptime!(staging.units / width);
-            let row = unit / width;
-            let chunk = unit % width;
+        let step = comptime!(staging.units / width);
+        let row = UNIT_POS as usize / width;
+        let chunk = UNIT_POS as usize % width;
+        if comptime!(staging.units.is_multiple_of(width)) || row < step {
             let in_row = comptime!(staging.dim.is_multiple_of(16)) || chunk * CHUNK < staging.dim;
             let first = first_row + row as i32;
             let from = rows.base + chunk * CHUNK;
             let to = slot + row * comptime!(pitch(staging.dim)) + chunk;
             let to = shared_address::<Chunk<E>>(tile[to..to + 1].as_ptr());
             #[unroll]
-            for n in 0..comptime!(staging.steps()) {
+            for n in 0..comptime!(staging.rows.div_ceil(step)) {
                 if comptime!((n + 1) * step <= staging.rows)
                     || row < comptime!(staging.rows - n * step)
                 {
@@ -189,28 +176,6 @@ pub(crate) fn issue<E: Float, N: Size>(
                         select(in_row, from + i * rows.stride, rows.base),
                         to,
                         comptime!(n * step * pitch(staging.dim) * 16),
-                        inside,
-                    );
-                }
-            }
-        } else {
-            #[unroll]
-            for n in 0..comptime!(staging.steps()) {
-                let index = n * staging.units + unit;
-                if comptime!(staging.chunks().is_multiple_of(staging.units))
-                    || index < comptime!(staging.chunks())
-                {
-                    let row = index / width;
-                    let chunk = index % width;
-                    let i = first_row + row as i32;
-                    let inside = i < rows.count && chunk * CHUNK < staging.dim;
-                    let at = rows.base + i as usize * rows.stride + chunk * CHUNK;
-                    let to = slot + row * comptime!(pitch(staging.dim)) + chunk;
-                    copy_chunk::<E, N>(
-                        x,
-                        select(inside, at, rows.base),
-                        shared_address::<Chunk<E>>(tile[to..to + 1].as_ptr()),
-                        0usize,
                         inside,
                     );
                 }

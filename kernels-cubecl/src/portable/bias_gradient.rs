@@ -5,6 +5,7 @@ use super::gradient::{
     BlockPosition, block_dots, rebuild_probabilities, score_gradients, share_scores, value_dots,
 };
 use super::stage::rows_of;
+use super::sums::{SPAN, both_levels, fold, zero_totals};
 use super::tile::{Config, Quad};
 use crate::schedule::{Geometry, partly_visible};
 use cubecl::prelude::*;
@@ -86,11 +87,9 @@ pub(crate) fn bias_gradient_kernel<E: Float, M: Int, N: Size>(
     let mut dots = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
     let mut probabilities = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
     let mut gradients = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
-    let mut total = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
-    #[unroll]
-    for n in 0..comptime!(tile.rows * tile.columns) {
-        total[n] = Quad::new(0.0);
-    }
+    let mut sums = zero_totals(true, comptime!(tile.rows * tile.columns));
+    let mut totals = zero_totals(config.long, comptime!(tile.rows * tile.columns));
+    let mut seen = 0usize;
 
     for batch in bias_batch..end_batch {
         for head in bias_head..end_head {
@@ -150,7 +149,20 @@ pub(crate) fn bias_gradient_kernel<E: Float, M: Int, N: Size>(
                         );
                         #[unroll]
                         for n in 0..comptime!(tile.rows * tile.columns) {
-                            total[n] += gradients[n];
+                            sums[n] += gradients[n];
+                        }
+                        if comptime!(config.long) {
+                            seen += 1;
+                            if seen == SPAN {
+                                seen = 0usize;
+                                fold(
+                                    &mut sums,
+                                    &mut totals,
+                                    1.0f32,
+                                    0usize,
+                                    comptime!(tile.rows * tile.columns),
+                                );
+                            }
                         }
                     }
                 }
@@ -167,7 +179,11 @@ pub(crate) fn bias_gradient_kernel<E: Float, M: Int, N: Size>(
         unit_x,
         unit_y,
     };
-    share_scores(&total, &mut shared, position, config);
+    #[unroll]
+    for n in 0..comptime!(tile.rows * tile.columns) {
+        sums[n] = both_levels(&sums, &totals, n, config.long);
+    }
+    share_scores(&sums, &mut shared, position, config);
     sync_cube();
     let out_rows = comptime!(if broadcast.queries { 1 } else { block_q });
     let out_quads = comptime!(if broadcast.keys { 1 } else { tile.row_quads() });

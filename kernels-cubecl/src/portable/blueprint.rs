@@ -1,5 +1,6 @@
 //! Which tiles serve a problem on a device: a pure function of plain data.
 
+use super::iterations::most_iterations;
 use super::tile::Tile;
 use crate::device::Device;
 use crate::plan::PlanError;
@@ -123,10 +124,21 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, PlanError> 
     })?;
     let accumulators =
         tile.key_accumulators(problem.head_dim) + tile.key_accumulators(problem.value_dim);
+    let key_value_together = one_buffer && accumulators <= MOST_ACCUMULATORS;
+    if let Some(expected) = device.loop_iterations {
+        let given = most_iterations(problem, *tile, key_value_together);
+        if given > u128::from(expected) {
+            return Err(PlanError::Iterations {
+                device: name(),
+                given,
+                expected,
+            });
+        }
+    }
     Ok(Blueprint {
         forward: *tile,
         backward: *tile,
-        key_value_together: one_buffer && accumulators <= MOST_ACCUMULATORS,
+        key_value_together,
         packed_key_value,
     })
 }

@@ -3,6 +3,7 @@
 use super::gradient::{BlockPosition, block_dots, share_scores};
 use super::product::multiply_rows;
 use super::stage::rows_of;
+use super::sums::{SPAN, both_levels, fold, zero_totals};
 use super::tile::{Columns, Config, Quad, key_of};
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
 use crate::score::{counts, finish_score, lowest, score_row};
@@ -58,10 +59,16 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
     let mut scores = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
     let mut maximum = Array::<f32>::new(tile.rows);
     let mut sum = Array::<f32>::new(tile.rows);
+    let mut out_totals = zero_totals(config.long, comptime!(tile.rows * quads));
+    let mut sum_totals = Array::<f32>::new(tile.rows);
+    // The maximum that the totals are relative to.
+    let mut folded_maximum = Array::<f32>::new(tile.rows);
     #[unroll]
     for r in 0..tile.rows {
         maximum[r] = lowest();
         sum[r] = 0.0f32;
+        sum_totals[r] = 0.0f32;
+        folded_maximum[r] = lowest();
         #[unroll]
         for n in 0..quads {
             out[comptime!(r * quads + n)] = Quad::new(0.0);
@@ -187,6 +194,26 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             config.value_dim,
             config,
         );
+
+        if comptime!(config.long) {
+            let seen = block + 1 - first_block;
+            if seen.is_multiple_of(comptime!(SPAN / block_kv)) || block + 1 == end_block {
+                #[unroll]
+                for r in 0..tile.rows {
+                    let rescale = (folded_maximum[r] - maximum[r]).exp();
+                    folded_maximum[r] = maximum[r];
+                    sum_totals[r] = fma(sum_totals[r], rescale, sum[r]);
+                    sum[r] = 0.0f32;
+                    fold(
+                        &mut out,
+                        &mut out_totals,
+                        rescale,
+                        comptime!(r * quads),
+                        quads,
+                    );
+                }
+            }
+        }
     }
 
     // The row sums, over the x units.
@@ -194,7 +221,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
     #[unroll]
     for r in 0..tile.rows {
         let row = unit_y + r * tile.units_y;
-        partial[row * tile.units_x + unit_x] = sum[r];
+        partial[row * tile.units_x + unit_x] = sum[r] + sum_totals[r];
     }
     sync_cube();
     let statistics_half = geometry.batch * geometry.heads * geometry.seq_q as usize;
@@ -223,11 +250,13 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             }
             #[unroll]
             for n in 0..quads {
+                let index = comptime!(r * quads + n);
+                let sums = both_levels(&out, &out_totals, index, config.long);
                 store_quad(
                     output,
                     at * config.value_dim,
                     comptime!(n * tile.units_x) + unit_x,
-                    out[comptime!(r * quads + n)] * Quad::new(inverse),
+                    sums * Quad::new(inverse),
                     config.value_dim,
                     config,
                 );

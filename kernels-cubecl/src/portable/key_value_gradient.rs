@@ -10,6 +10,7 @@ use super::gradient::{
 };
 use super::product::multiply_columns;
 use super::stage::rows_of;
+use super::sums::{SPAN, both_levels, fold, zero_totals};
 use super::tile::{Columns, Config, Quad, Tile};
 use crate::schedule::{Geometry, partly_visible, queries_of_block, wholly_visible};
 use cubecl::prelude::*;
@@ -65,8 +66,13 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     if UNIT_POS == 0 {
         non_finite[0] = 0u32;
     }
-    let mut key_sums = zero_sums(sides.key, config.head_dim, tile);
-    let mut value_sums = zero_sums(sides.value, config.value_dim, tile);
+    let key_count = comptime!(key_sums_of(sides.key, config.head_dim, tile));
+    let value_count = comptime!(key_sums_of(sides.value, config.value_dim, tile));
+    let mut key_sums = zero_totals(true, key_count);
+    let mut value_sums = zero_totals(true, value_count);
+    let mut key_totals = zero_totals(config.long, key_count);
+    let mut value_totals = zero_totals(config.long, value_count);
+    let mut seen = 0usize;
     let mut dots = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
     let mut probabilities = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
     let mut gradients = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
@@ -168,6 +174,20 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
                         config,
                     );
                 }
+                if comptime!(config.long) {
+                    seen += block_q;
+                    if seen >= SPAN {
+                        seen = 0usize;
+                        fold(&mut key_sums, &mut key_totals, 1.0f32, 0usize, key_count);
+                        fold(
+                            &mut value_sums,
+                            &mut value_totals,
+                            1.0f32,
+                            0usize,
+                            value_count,
+                        );
+                    }
+                }
             }
         }
     }
@@ -176,6 +196,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     if comptime!(sides.key) {
         store_sums(
             &key_sums,
+            &key_totals,
             gradient,
             first_row * config.head_dim,
             first_kv,
@@ -190,6 +211,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     if comptime!(sides.value) {
         store_sums(
             &value_sums,
+            &value_totals,
             gradient,
             value_start + first_row * config.value_dim,
             first_kv,
@@ -204,23 +226,11 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
 }
 
 /// Accumulators for `dim` features of the unit's keys; one that nothing uses where not `wanted`.
-#[cube]
-fn zero_sums(
-    #[comptime] wanted: bool,
-    #[comptime] dim: usize,
-    #[comptime] tile: Tile,
-) -> Array<Quad> {
-    let length = comptime!(if wanted {
-        tile.key_groups() * 4 * Columns::of(tile, dim).quads()
-    } else {
-        1
-    });
-    let mut sums = Array::<Quad>::new(length);
-    #[unroll]
-    for n in 0..length {
-        sums[n] = Quad::new(0.0);
+fn key_sums_of(wanted: bool, dim: usize, tile: Tile) -> usize {
+    match wanted {
+        true => tile.key_groups() * 4 * Columns::of(tile, dim).quads(),
+        false => 1,
     }
-    sums
 }
 
 /// Stores the unit's accumulators, times `factor`, to the packed rows from element `base`.
@@ -228,6 +238,7 @@ fn zero_sums(
 #[allow(clippy::too_many_arguments)]
 fn store_sums<E: Float, N: Size>(
     sums: &Array<Quad>,
+    totals: &Array<Quad>,
     gradient: &mut [Vector<E, N>],
     base: usize,
     first_kv: i32,
@@ -252,7 +263,12 @@ fn store_sums<E: Float, N: Size>(
                         gradient,
                         base + j as usize * dim,
                         comptime!(n * tile.units_x) + unit_x,
-                        sums[comptime!((g * 4 + e) * quads + n)] * Quad::new(factor),
+                        both_levels(
+                            sums,
+                            totals,
+                            comptime!((g * 4 + e) * quads + n),
+                            config.long,
+                        ) * Quad::new(factor),
                         dim,
                         config,
                     );

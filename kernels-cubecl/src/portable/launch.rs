@@ -7,6 +7,7 @@ use super::forward::forward_kernel;
 use super::key_value_gradient::{Sides, key_value_gradient_kernel};
 use super::pack::pack_kernel;
 use super::query_gradient::query_gradient_kernel;
+use super::sums::is_long;
 use super::tile::{Config, Tile};
 use crate::device::elem_type;
 use crate::operands::{
@@ -57,7 +58,7 @@ pub fn attention_forward(
             BufferArg::from_raw_parts(output.clone(), rows * problem.value_dim),
             BufferArg::from_raw_parts(statistics.clone(), 2 * rows),
             launch.geometry(),
-            launch.config,
+            launch.summing(problem.seq_kv),
             launch.element,
             mask_element,
         );
@@ -124,7 +125,7 @@ pub fn attention_backward(
                 BufferArg::from_raw_parts(row_statistics.clone(), 3 * rows),
                 BufferArg::from_raw_parts(gradient, rows * problem.head_dim),
                 launch.geometry(),
-                launch.config,
+                launch.summing(problem.seq_kv),
                 launch.element,
                 mask_element,
             );
@@ -154,7 +155,7 @@ pub fn attention_backward(
                 part.value_start,
                 launch.geometry(),
                 part.sides,
-                launch.config,
+                launch.summing(problem.group() * problem.seq_q),
                 launch.element,
                 mask_element,
             );
@@ -290,6 +291,7 @@ impl<'a> Launch<'a> {
                 value_dim: problem.value_dim,
                 vectorized,
                 capped: problem.softcap.is_some(),
+                long: false,
             },
             address_type: address_type(problem, problem.dtype.size(), operands, output_gradient),
             element: elem_type(problem.dtype),
@@ -347,6 +349,13 @@ impl<'a> Launch<'a> {
         let [batch, heads, seq_q, seq_kv] = shape;
         let cubes =
             batch * heads * seq_q.div_ceil(tile.block_q()) * seq_kv.div_ceil(tile.block_kv());
+        let queries = seq_q == 1 && problem.seq_q != 1;
+        let keys = seq_kv == 1 && problem.seq_kv != 1;
+        let over = |summed: bool, n: usize| if summed { n } else { 1 };
+        let blocks = over(batch == 1, problem.batch)
+            * over(heads == 1, problem.heads)
+            * over(queries, problem.seq_q.div_ceil(tile.block_q()))
+            * over(keys, problem.seq_kv.div_ceil(tile.block_kv()));
         // SAFETY: the kernel reads rows and positions of the problem only, through the operands'
         // strides, and writes each element of the packed gradient once.
         unsafe {
@@ -366,11 +375,8 @@ impl<'a> Launch<'a> {
                 BufferArg::from_raw_parts(gradient, shape.iter().product()),
                 self.geometry(),
                 BiasShapeLaunch::new(batch, heads, seq_q, seq_kv),
-                BiasBroadcast {
-                    queries: seq_q == 1 && problem.seq_q != 1,
-                    keys: seq_kv == 1 && problem.seq_kv != 1,
-                },
-                self.config,
+                BiasBroadcast { queries, keys },
+                self.summing(blocks),
                 self.element,
                 bound.mask_element,
             );
@@ -392,6 +398,14 @@ impl<'a> Launch<'a> {
             mask,
             mask_element,
             bias: broadcast_bias(self.problem, operands.bias),
+        }
+    }
+
+    /// The choices of a kernel whose sums run over so many terms.
+    fn summing(&self, terms: usize) -> Config {
+        Config {
+            long: is_long(terms),
+            ..self.config
         }
     }
 

@@ -16,13 +16,15 @@
 //!
 //! The backward kernels rebuild `P = exp((S - m) - ln l)` from the two saved numbers a row, form
 //! `dS = P (dP - D)` and multiply it from the same shared tile. Nothing is added by atomics, so
-//! every result is reproducible bit for bit.
+//! every result is reproducible bit for bit. Sums over long sequences are taken in two levels
+//! (`sums.rs`).
 
 mod bias_gradient;
 mod blueprint;
 mod delta;
 mod forward;
 mod gradient;
+mod iterations;
 mod key_value_gradient;
 mod launch;
 #[cfg(feature = "machine-code")]
@@ -31,8 +33,11 @@ mod pack;
 mod product;
 mod query_gradient;
 mod stage;
+mod sums;
 mod tile;
 
+#[cfg(feature = "machine-code")]
+pub(crate) use bias_gradient::{BiasShape, BiasShapeLaunch};
 pub use blueprint::{Blueprint, plan};
 pub(crate) use launch::Launch;
 pub use launch::{attention_backward, attention_forward};

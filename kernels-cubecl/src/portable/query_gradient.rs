@@ -7,6 +7,7 @@ use super::gradient::{
 };
 use super::product::multiply_rows;
 use super::stage::rows_of;
+use super::sums::{SPAN, both_levels, fold, zero_totals};
 use super::tile::{Columns, Config, Quad};
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
 use cubecl::prelude::*;
@@ -58,6 +59,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
     for n in 0..comptime!(tile.rows * quads) {
         out[n] = Quad::new(0.0);
     }
+    let mut totals = zero_totals(config.long, comptime!(tile.rows * quads));
     let mut dots = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
     let mut probabilities = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
     let mut gradients = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
@@ -133,6 +135,19 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
             config.head_dim,
             config,
         );
+
+        if comptime!(config.long) {
+            let seen = block + 1 - first_block;
+            if seen.is_multiple_of(comptime!(SPAN / block_kv)) {
+                fold(
+                    &mut out,
+                    &mut totals,
+                    1.0f32,
+                    0usize,
+                    comptime!(tile.rows * quads),
+                );
+            }
+        }
     }
 
     #[unroll]
@@ -142,11 +157,12 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
             let at = batch_head * geometry.seq_q as usize + i as usize;
             #[unroll]
             for n in 0..quads {
+                let sums = both_levels(&out, &totals, comptime!(r * quads + n), config.long);
                 store_quad(
                     query_gradient,
                     at * config.head_dim,
                     comptime!(n * tile.units_x) + unit_x,
-                    out[comptime!(r * quads + n)] * Quad::new(geometry.scale),
+                    sums * Quad::new(geometry.scale),
                     config.head_dim,
                     config,
                 );

@@ -161,6 +161,8 @@ pub(crate) struct Config {
     /// Rows are read in fours; else by their stride, one element at a time.
     pub vectorized: bool,
     pub capped: bool,
+    /// Sums run over so many terms that they are taken in two levels.
+    pub long: bool,
 }
 
 /// Whether a lane is an infinity or not a number. Tests the exponent bits, which no

@@ -4,8 +4,11 @@ use std::path::Path;
 use std::process::Command;
 
 pub struct Assembler {
-    ptxas: String,
-    nvdisasm: Option<String>,
+    pub ptxas: String,
+    pub nvdisasm: Option<String>,
+    /// Whether the text of every kernel's machine code is wanted, and not only of those that have
+    /// warpgroup products.
+    pub keep: bool,
 }
 
 /// What was read from one kernel.
@@ -20,7 +23,7 @@ pub struct MachineCode {
     pub spills: usize,
     warnings: Vec<String>,
     asked: Products,
-    /// None without a disassembler.
+    /// None where nothing was disassembled.
     got: Option<Products>,
 }
 
@@ -32,10 +35,6 @@ struct Products {
 }
 
 impl Assembler {
-    pub fn new(ptxas: String, nvdisasm: Option<String>) -> Self {
-        Self { ptxas, nvdisasm }
-    }
-
     /// Assembles `ptx`, which holds one kernel; leaves its files at `stem` with their extensions.
     pub fn assemble(&self, ptx: &str, version: u32, stem: &Path) -> Result<MachineCode, String> {
         let suffix = if version >= 90 { "a" } else { "" };
@@ -62,7 +61,9 @@ impl Assembler {
             asked: count(ptx, "wgmma.mma_async", "wgmma.fence"),
             got: None,
         };
-        if let Some(nvdisasm) = &self.nvdisasm {
+        if let Some(nvdisasm) = &self.nvdisasm
+            && (self.keep || code.asked.products > 0)
+        {
             let sass = run(nvdisasm, &["-c", &text(&output)])?.0;
             std::fs::write(stem.with_extension("sass"), &sass)
                 .map_err(|error| error.to_string())?;

@@ -4,6 +4,7 @@
 //! to a file; a workload on which the two do not agree is not reported.
 
 mod agreement;
+mod layer;
 mod measure;
 mod memory;
 mod report;
@@ -37,7 +38,8 @@ const ERROR: &str = "error: ";
 ///
 /// Prints a table with the ratio burn/flash of time and memory, under lines that say what was
 /// measured where, so that the output is a record. Burn's own attention is what
-/// burn::tensor::module::attention runs: for --pass training, its operations under autodiff.
+/// burn::tensor::module::attention runs: for --pass training, its operations under autodiff. A layer
+/// is a transformer layer around either, trained for a step.
 ///
 /// Build with --release, and with the features `autotune` and that of the device for a GPU.
 #[derive(Parser)]

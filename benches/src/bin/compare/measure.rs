@@ -4,6 +4,7 @@
 //! tunes kernels, belong to that implementation alone.
 
 use crate::Outcome;
+use crate::layer::Layer;
 use crate::memory::{peak_resident_bytes, resident_bytes};
 use crate::workload::{Implementation, Pass, Workload};
 use burn::tensor::module::attention;
@@ -116,13 +117,13 @@ struct Call {
     outputs: Vec<Tensor<4>>,
 }
 
-/// Operands of a call, without autodiff.
+/// What a call reads, without autodiff.
 struct Inputs {
-    query: Tensor<4>,
-    key: Tensor<4>,
-    value: Tensor<4>,
-    /// Gradient of the loss with respect to the output, of a training pass.
+    /// Query, key and value; or what goes into the layer.
+    operands: Vec<Tensor<4>>,
+    /// Gradient of the loss with respect to the output, of all but a forward pass.
     output_gradient: Option<Tensor<4>>,
+    layer: Option<Layer>,
 }
 
 impl Inputs {
@@ -138,25 +139,34 @@ impl Inputs {
             let data = TensorData::new(values, shape).convert_dtype(dtype);
             Tensor::from_data(data, (device, dtype))
         };
+        let (query, key) = (workload.query_shape(), workload.key_shape());
+        let (shapes, output) = match workload.pass {
+            Pass::Layer => (vec![workload.layer_shape()], Some(workload.layer_shape())),
+            Pass::Training => (vec![query, key, key], Some(query)),
+            Pass::Forward => (vec![query, key, key], None),
+        };
         Self {
-            query: tensor(workload.query_shape()),
-            key: tensor(workload.key_shape()),
-            value: tensor(workload.key_shape()),
-            output_gradient: (workload.pass == Pass::Training)
-                .then(|| tensor(workload.query_shape())),
+            operands: shapes.into_iter().map(&mut tensor).collect(),
+            output_gradient: output.map(&mut tensor),
+            layer: (workload.pass == Pass::Layer).then(|| Layer::new(workload, tensor)),
         }
     }
 }
 
 /// One call: the results in the order of [`Workload::outputs`], without autodiff.
 fn compute(who: Implementation, workload: &Workload, inputs: &Inputs) -> Outcome<Vec<Tensor<4>>> {
-    let (query, key, value) = (&inputs.query, &inputs.key, &inputs.value);
+    let operand = |n: usize| inputs.operands[n].clone();
     let Some(output_gradient) = &inputs.output_gradient else {
-        let output = attend(who, workload, query.clone(), key.clone(), value.clone())?;
+        let output = attend(who, workload, operand(0), operand(1), operand(2))?;
         return Ok(vec![output]);
     };
-    let leaf = |tensor: &Tensor<4>| tensor.clone().autodiff().require_grad();
-    let leaves = [leaf(query), leaf(key), leaf(value)];
+    if let Some(layer) = &inputs.layer {
+        let attend = |query, key, value| attend(who, workload, query, key, value);
+        let step = layer.step(workload, &operand(0), output_gradient, attend)?;
+        return Ok(step.into());
+    }
+    let leaf = |n: usize| operand(n).autodiff().require_grad();
+    let leaves = [leaf(0), leaf(1), leaf(2)];
     let [query, key, value] = leaves.clone();
     let output = attend(who, workload, query, key, value)?;
     // Its derivative is `output_gradient` itself, at the cost of two products by element.

@@ -27,6 +27,8 @@ pub enum Pass {
     Forward,
     /// The output and the gradients of query, key and value, under autodiff.
     Training,
+    /// A training step of a whole transformer layer, under autodiff.
+    Layer,
 }
 
 /// Who computes.
@@ -79,6 +81,7 @@ impl fmt::Display for Pass {
         f.pad(match self {
             Pass::Forward => "forward",
             Pass::Training => "training",
+            Pass::Layer => "layer",
         })
     }
 }
@@ -103,8 +106,22 @@ impl Workload {
         [self.batch, self.kv_heads, self.seq, self.head_dim]
     }
 
-    /// What a call computes, in this order: the output, then the gradients of a training pass.
+    /// Width of a layer's hidden state.
+    pub fn hidden(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Shape of a layer's input, its output and the gradients of both.
+    pub fn layer_shape(&self) -> [usize; 4] {
+        [self.batch, 1, self.seq, self.hidden()]
+    }
+
+    /// What a call computes, in this order: the output, then the gradients of a training pass; of a
+    /// layer, its output and the gradient of its input.
     pub fn outputs(&self) -> Vec<(&'static str, [usize; 4])> {
+        if self.pass == Pass::Layer {
+            return vec![("y", self.layer_shape()), ("dx", self.layer_shape())];
+        }
         let mut outputs = vec![("o", self.query_shape())];
         if self.pass == Pass::Training {
             outputs.push(("dq", self.query_shape()));
@@ -118,7 +135,8 @@ impl Workload {
     ///
     /// Counted as papers do (Dao, arXiv:2307.08691, section 4.1): two products over the visible
     /// pairs forward and five backward, of which one rebuilds the scores. Both implementations are
-    /// given the same count, so their rates compare as their times do.
+    /// given the same count, so their rates compare as their times do. A layer adds those of its
+    /// weights.
     pub fn operations(&self) -> f64 {
         let seq = self.seq as f64;
         let pairs = match self.causal {
@@ -127,9 +145,17 @@ impl Workload {
         };
         let products = match self.pass {
             Pass::Forward => 2.0,
-            Pass::Training => 7.0,
+            Pass::Training | Pass::Layer => 7.0,
         };
-        2.0 * products * (self.batch * self.heads * self.head_dim) as f64 * pairs
+        let attention = 2.0 * products * (self.batch * self.heads * self.head_dim) as f64 * pairs;
+        if self.pass != Pass::Layer {
+            return attention;
+        }
+        // Each weight is multiplied once forward and twice backward.
+        let hidden = self.hidden() as f64;
+        let key_value = (2 * self.kv_heads * self.head_dim) as f64;
+        let weights = hidden * (hidden + key_value) + 9.0 * hidden * hidden;
+        attention + 6.0 * weights * (self.batch * self.seq) as f64
     }
 }
 
@@ -157,6 +183,12 @@ pub mod tests {
         assert_eq!(forward.operations(), (6 * 2 * 4 * 2 * 2) as f64);
         let training = workload(Pass::Training, Element::F32);
         assert_eq!(training.operations(), 3.5 * forward.operations());
+        // 8 hidden; 8 x (8 + 2 x 4) weights for query, key and value, 8 x 8 and 8 x 32 twice.
+        let layer = workload(Pass::Layer, Element::F32);
+        assert_eq!(
+            layer.operations() - training.operations(),
+            (6 * 704 * 3) as f64
+        );
         let full = Workload {
             causal: false,
             ..forward

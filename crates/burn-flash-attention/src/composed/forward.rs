@@ -29,6 +29,7 @@ pub(super) fn forward_in_blocks<B: Backend>(
         return (output, B::float_cat(vec![maximum, logarithm], 0));
     }
     let suspects = [operands.value.clone()];
+    let headroom = (2.0 * problem.seq_kv as f64).ln() as f32;
     let mut tiles = Tiles::new(problem, operands, sizes, suspects);
     let (mut outputs, mut maxima, mut logarithms) = (Vec::new(), Vec::new(), Vec::new());
     for rows in cut(problem.seq_q, sizes.query) {
@@ -39,7 +40,7 @@ pub(super) fn forward_in_blocks<B: Backend>(
             let value = tiles.value(&keys);
             running = Some(match running {
                 Some(running) => running.next(tile, value),
-                None => Running::first(tile, value),
+                None => Running::first(tile, value, headroom),
             });
         }
         let (output, maximum, logarithm) = match running {
@@ -82,19 +83,26 @@ fn unseen<B: Backend>(
 
 /// Rows `[batch, kv_heads, group * rows, 1 or value_dim]` part of the way through the keys.
 struct Running<B: Backend> {
+    /// Above the greatest score, for exponentials that sum up to at most 1/2.
+    headroom: f32,
     maximum: FloatTensor<B>,
+    /// The maximum and the headroom, rounded: what exponentials are taken from.
+    level: FloatTensor<B>,
     denominator: FloatTensor<B>,
     accumulator: FloatTensor<B>,
 }
 
 impl<B: Backend> Running<B> {
-    fn first(tile: Tile<B>, value: FloatTensor<B>) -> Self {
+    fn first(tile: Tile<B>, value: FloatTensor<B>, headroom: f32) -> Self {
         // A finite start keeps minus infinity from meeting itself where a row sees nothing yet;
         // it gives way to every finite score.
         let maximum = B::float_clamp_min(B::float_max_dim(tile.scores.clone(), 3), f32::MIN.into());
-        let (denominator, accumulator) = block::<B>(tile, maximum.clone(), value);
+        let level = B::float_add_scalar(maximum.clone(), headroom.into());
+        let (denominator, accumulator) = block::<B>(tile, level.clone(), value);
         Self {
+            headroom,
             maximum,
+            level,
             denominator,
             accumulator,
         }
@@ -105,11 +113,14 @@ impl<B: Backend> Running<B> {
         let device = of_block.device();
         let bool_dtype = get_or_init_device_settings::<B>(&device).bool_dtype;
         let greater = B::float_greater(of_block.clone(), self.maximum.clone(), bool_dtype);
-        let maximum = B::float_mask_where(self.maximum.clone(), greater, of_block);
-        let rescale = B::float_exp(B::float_sub(self.maximum, maximum.clone()));
-        let (denominator, accumulator) = block::<B>(tile, maximum.clone(), value);
+        let maximum = B::float_mask_where(self.maximum, greater, of_block);
+        let level = B::float_add_scalar(maximum.clone(), self.headroom.into());
+        let rescale = B::float_exp(B::float_sub(self.level, level.clone()));
+        let (denominator, accumulator) = block::<B>(tile, level.clone(), value);
         Self {
+            headroom: self.headroom,
             maximum,
+            level,
             denominator: B::float_add(B::float_mul(self.denominator, rescale.clone()), denominator),
             accumulator: B::float_add(B::float_mul(self.accumulator, rescale), accumulator),
         }
@@ -126,15 +137,19 @@ impl<B: Backend> Running<B> {
         let rows = self.maximum.shape().num_elements() / (batch * heads);
         let row = |tensor| reshape::<B, 4>(tensor, [1, batch, heads, rows]);
         let bool_dtype = get_or_init_device_settings::<B>(&tiles.device()).bool_dtype;
-        // The greatest score adds 1 to the denominator, so 0 means that there was none.
+        // The greatest score adds far more than 0 to the denominator, so 0 means that there was none.
         let unseen = B::float_equal_elem(self.denominator.clone(), 0f32.into(), bool_dtype);
+        // What the level is above the maximum in fact, which is not the headroom where scores are
+        // large. Without a maximum it does not matter: -inf is the logarithm.
+        let above = B::float_sub(self.level, self.maximum.clone());
+        let logarithm = B::float_add(B::float_log(self.denominator.clone()), above);
         let maximum = B::float_mask_fill(self.maximum, unseen.clone(), 0f32.into());
-        let divisor = B::float_mask_fill(self.denominator.clone(), unseen, 1f32.into());
+        let divisor = B::float_mask_fill(self.denominator, unseen, 1f32.into());
         let output = B::float_div(self.accumulator, divisor);
         (
             cast::<B>(tiles.heads(output), dtype),
             row(maximum),
-            row(B::float_log(self.denominator)),
+            row(logarithm),
         )
     }
 }
@@ -142,10 +157,10 @@ impl<B: Backend> Running<B> {
 /// What a block adds to denominator and accumulator.
 fn block<B: Backend>(
     tile: Tile<B>,
-    maximum: FloatTensor<B>,
+    level: FloatTensor<B>,
     value: FloatTensor<B>,
 ) -> (FloatTensor<B>, FloatTensor<B>) {
-    let exponentials = B::float_exp(B::float_sub(tile.scores, maximum));
+    let exponentials = B::float_exp(B::float_sub(tile.scores, level));
     let denominator = B::float_sum_dim(exponentials.clone(), 3);
     (
         denominator,

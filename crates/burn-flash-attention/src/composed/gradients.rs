@@ -1,5 +1,6 @@
 //! Sums of what the blocks give to the gradients of the operands.
 
+use super::tile::{Scale, scaled};
 use super::{Blocks, cast, cut};
 use crate::ops::{MaybeFloat, OperandGradients};
 use burn::backend::tensor::{Device, FloatTensor};
@@ -51,7 +52,7 @@ impl<'a, B: Backend> Sums<'a, B> {
         add::<B>(&mut self.query.0, term);
     }
 
-    /// Adds `[batch, kv_heads, keys, head_dim]`, of queries times the scale, to key block `n`.
+    /// Adds `[batch, kv_heads, keys, head_dim]`, of queries times [`Scale::query`], to key block `n`.
     pub fn add_key(&mut self, n: usize, term: FloatTensor<B>) {
         add::<B>(&mut self.key[n], term);
     }
@@ -124,7 +125,9 @@ impl<'a, B: Backend> Sums<'a, B> {
             .query
             .then(|| B::float_cat(std::mem::take(&mut self.query.1), 2));
         let key = wanted.key.then(|| {
+            let factor = Scale::of(self.problem).product;
             let sums = std::mem::take(&mut self.key).into_iter();
+            let sums = sums.map(|sum| sum.map(|sum| scaled::<B>(sum, factor)));
             self.key_rows(sums, [batch, kv_heads, seq_kv, head_dim])
         });
         let value = wanted.value.then(|| {

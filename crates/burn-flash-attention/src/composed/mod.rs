@@ -4,9 +4,9 @@
 //! for each block of query rows
 //!     forward   for each block of keys that one of the rows sees
 //!                   S = scale * Q K^T, softcap, bias; hidden scores become minus infinity
-//!                   m' = max(m, rowmax S); E = exp(S - m'); a = exp(m - m')
+//!                   m' = max(m, rowmax S); E = exp(S - m' - c); a = exp(m - m')
 //!                   l = a l + rowsum E; acc = a acc + E V
-//!               o = acc / l
+//!               o = acc / l, c = ln(2 seq_kv)
 //!     backward  r = 1 / l, G' = r G, D' = r (rowsum(G * o) - dlse)
 //!               for each block of keys that one of the rows sees
 //!                   S again, from the same operands in the same order; E = exp(S - m)
@@ -14,7 +14,9 @@
 //!                   dV += E^T G', dQ += dS K, dK += dS^T Q
 //! ```
 //!
-//! (Dao et al., arXiv:2205.14135, algorithms 1 and 4.) Dividing G and D by the denominator instead of
+//! (Dao et al., arXiv:2205.14135, algorithms 1 and 4.) With c the rows of E sum up to at most 1/2, so
+//! that acc is finite wherever V is, though `seq_kv` times V is not; the row maximum that is saved is
+//! without it. Dividing G and D by the denominator instead of
 //! E saves a pass over each block of scores. Backward forms bit for bit the scores whose maximum
 //! forward has saved, so `S - m` is exact however large they are; this is why both passes take
 //! their blocks from [`Blocks::of`] and their scores from [`Tiles::scores`](tile::Tiles::scores).

@@ -96,10 +96,10 @@ impl<'a, B: Backend> Tiles<'a, B> {
         reshape::<B, 4>(tensor, [batch, heads, stacked / self.problem.group(), dim])
     }
 
-    /// Rows of the query, times the scale.
+    /// Rows of the query, times [`Scale::query`].
     pub fn query(&self, rows: &Range<usize>) -> FloatTensor<B> {
         let query = self.rows(self.operands.query.clone(), rows);
-        B::float_mul_scalar(query, self.problem.scale.into())
+        scaled::<B>(query, Scale::of(self.problem).query)
     }
 
     /// Rows of the key, in `f32`.
@@ -128,7 +128,8 @@ impl<'a, B: Backend> Tiles<'a, B> {
         keys: &Range<usize>,
         slope: bool,
     ) -> Tile<B> {
-        let mut scores = B::float_matmul(query, B::float_swap_dims(key, 2, 3));
+        let product = B::float_matmul(query, B::float_swap_dims(key, 2, 3));
+        let mut scores = scaled::<B>(product, Scale::of(self.problem).product);
         let mut derivative = None;
         if let Some(softcap) = self.problem.softcap {
             let tanh = B::float_tanh(B::float_div_scalar(scores, softcap.into()));
@@ -211,6 +212,42 @@ impl<'a, B: Backend> Tiles<'a, B> {
                 B::bool_from_data(hidden.convert_dtype(DType::from(self.bool_dtype)), &device)
             })
             .clone()
+    }
+}
+
+/// The scale, in the place where it is applied; the other factor is 1.
+///
+/// Scores are finite then wherever the specification's are: a small scale keeps the product from
+/// overflowing and is cheaper before it, a large one would make the query itself overflow.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Scale {
+    /// On the query, before the product with the key.
+    pub query: f64,
+    /// On that product.
+    pub product: f64,
+}
+
+impl Scale {
+    pub fn of(problem: &Problem) -> Self {
+        let scale = problem.scale;
+        match scale.abs() <= 1.0 {
+            true => Self {
+                query: scale,
+                product: 1.0,
+            },
+            false => Self {
+                query: 1.0,
+                product: scale,
+            },
+        }
+    }
+}
+
+/// `tensor` times `factor`.
+pub(super) fn scaled<B: Backend>(tensor: FloatTensor<B>, factor: f64) -> FloatTensor<B> {
+    match factor == 1.0 {
+        true => tensor,
+        false => B::float_mul_scalar(tensor, factor.into()),
     }
 }
 

@@ -25,6 +25,7 @@ pub fn grid(full: bool) -> Vec<Case> {
     cases.extend(keys_without_rows());
     cases.extend(block_bounds());
     cases.extend(many_blocks());
+    cases.extend(wide_heads());
     cases.extend(windows());
     cases.extend(layouts());
     cases.extend(grouped_heads());
@@ -242,6 +243,31 @@ fn many_blocks() -> Vec<Case> {
     ]
 }
 
+fn wide_heads() -> Vec<Case> {
+    let catches =
+        "Heads too wide for a kernel's registers meet blocks or options it shares out wrongly.";
+    let case = |name: &str, dims: [usize; 2]| {
+        let name = format!("wide heads, 230 x 201 positions: {name}");
+        Case::new(name, catches, [1, 4, 2, 230, 201, dims[0], dims[1]]).loss(Loss::Both)
+    };
+    vec![
+        case("all keys", [256, 256]),
+        case("causal and window", [192, 128])
+            .causal()
+            .window(Some(90), None),
+        case("soft cap, causal", [256, 64]).softcap(1.5).causal(),
+        case("every option", [136, 256])
+            .causal()
+            .window(Some(150), None)
+            .mask(Mask::Random(FULL))
+            .bias(Bias::Uniform([true, false, false, false]))
+            .softcap(1.5),
+        case("NaN that causal shows to some queries", [256, 200])
+            .causal()
+            .poison(130..132, f64::NAN),
+    ]
+}
+
 fn windows() -> Vec<Case> {
     let catches = "A window is one key too wide or too narrow.";
     let case = |left: Option<usize>, right: Option<usize>| {
@@ -278,10 +304,7 @@ fn layouts() -> Vec<Case> {
             .loss(Loss::Plain)
             .gradient_layout(layout)
     };
-    let no_bias = Wanted {
-        bias: false,
-        ..Wanted::ALL
-    };
+    let no_bias = Wanted::ALL.bias(false);
     let masked = |case: Case| {
         case.mask(Mask::Random([true, true, false, false]))
             .bias(Bias::Uniform([true, false, false, false]))
@@ -319,12 +342,11 @@ fn gradient_subsets() -> Vec<Case> {
     (0..16_u8)
         .map(|bits| {
             let wants = |n: u8| bits & (1 << n) != 0;
-            let wanted = Wanted {
-                query: wants(0),
-                key: wants(1),
-                value: wants(2),
-                bias: wants(3),
-            };
+            let wanted = Wanted::NONE
+                .query(wants(0))
+                .key(wants(1))
+                .value(wants(2))
+                .bias(wants(3));
             let name = format!(
                 "gradients wanted: q {} k {} v {} bias {}",
                 wanted.query, wanted.key, wanted.value, wanted.bias

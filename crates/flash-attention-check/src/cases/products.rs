@@ -216,10 +216,7 @@ pub(super) fn all_layouts() -> Vec<Case> {
                 .causal()
                 .mask(Mask::Random(PER_SCORE))
                 .bias(Bias::Uniform([false, true, false, false]))
-                .wanted(Wanted {
-                    bias: layout != Layout::Expanded,
-                    ..Wanted::ALL
-                });
+                .wanted(Wanted::ALL.bias(layout != Layout::Expanded));
             cases.push(case);
         }
     }

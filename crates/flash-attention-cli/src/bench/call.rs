@@ -13,10 +13,7 @@ use burn_flash_attention::{
 const DRAWN_AT_ONCE: usize = 1 << 30;
 
 /// Gradients of query, key and value.
-const WANTED: Wanted = Wanted {
-    bias: false,
-    ..Wanted::ALL
-};
+const WANTED: Wanted = Wanted::ALL.bias(false);
 
 /// Operands of a call, without autodiff. A clone shares the device's memory.
 #[derive(Clone)]
@@ -43,13 +40,10 @@ pub struct Backward {
 pub fn problem(point: &Point) -> Outcome<Problem> {
     let operand = |shape: [usize; 4]| Operand::new(shape, point.dtype);
     let table = |variant| (point.variant == variant).then_some(point.table_shape());
-    let shapes = Shapes {
-        query: operand(point.query_shape()),
-        key: operand(point.key_shape()),
-        value: operand(point.key_shape()),
-        mask: table(Variant::Mask).map(|shape| Operand::new(shape, ElementType::Bool)),
-        bias: table(Variant::Bias).map(operand),
-    };
+    let key = operand(point.key_shape());
+    let shapes = Shapes::new(operand(point.query_shape()), key.clone(), key)
+        .mask(table(Variant::Mask).map(|shape| Operand::new(shape, ElementType::Bool)))
+        .bias(table(Variant::Bias).map(operand));
     Ok(Problem::new(&shapes, &point.options())?)
 }
 
@@ -156,16 +150,10 @@ impl Operands {
     }
 
     fn options(&self, point: &Point) -> AttentionOptions {
-        let options = point.options();
-        AttentionOptions {
-            mask: self.mask.clone(),
-            bias: self.bias.clone(),
-            scale: options.scale,
-            softcap: options.softcap,
-            causal: options.causal,
-            alignment: options.alignment,
-            window: options.window,
-        }
+        let mut options = AttentionOptions::from(point.options());
+        options.mask = self.mask.clone();
+        options.bias = self.bias.clone();
+        options
     }
 }
 

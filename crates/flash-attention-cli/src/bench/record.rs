@@ -14,7 +14,7 @@ pub const POINT: [&str; 10] = [
 ];
 
 /// Columns of CSV that say how a point fared, of this program and of `scripts/bench_nvidia.py`.
-pub const RESULT: [&str; 16] = [
+pub const RESULT: [&str; 17] = [
     "kernel",
     "clock",
     "samples",
@@ -22,6 +22,7 @@ pub const RESULT: [&str; 16] = [
     "sets",
     "median_ms",
     "min_ms",
+    "max_ms",
     "p10_ms",
     "p90_ms",
     "tflops",
@@ -34,10 +35,14 @@ pub const RESULT: [&str; 16] = [
 ];
 
 /// Titles of the table in [`Measured::cells`].
-pub const TITLES: [&str; 14] = [
-    "<pass", "<variant", "head dim", "seq", "batch", "heads", "median", "min", "p10", "p90",
-    "TFLOP/s", "of peak", "memory", "<kernel",
+pub const TITLES: [&str; 13] = [
+    "<pass", "<variant", "head dim", "seq", "batch", "heads", "median", "min", "max", "TFLOP/s",
+    "of peak", "memory", "<kernel",
 ];
+
+/// Samples that a first and a last decile are taken of at least: of fewer they would be little else
+/// than the least and the greatest.
+const DECILES: usize = 20;
 
 /// A measured point.
 #[derive(Clone, Debug)]
@@ -81,9 +86,15 @@ impl Measured {
         self.peak.map(|peak| self.tflops() / peak)
     }
 
-    /// Median, least, first and last decile, in milliseconds.
-    fn milliseconds(&self) -> [f64; 4] {
-        [0.5, 0.0, 0.1, 0.9].map(|share| self.quantile(share) * 1e3)
+    /// Median, least and greatest, in milliseconds.
+    fn milliseconds(&self) -> [f64; 3] {
+        [0.5, 0.0, 1.0].map(|share| self.quantile(share) * 1e3)
+    }
+
+    /// First and last decile in milliseconds, of enough samples.
+    fn deciles(&self) -> [Option<f64>; 2] {
+        let enough = self.timing.seconds.len() >= DECILES;
+        [0.1, 0.9].map(|share| enough.then(|| self.quantile(share) * 1e3))
     }
 
     /// The verdict that came closest to its bound.
@@ -94,9 +105,9 @@ impl Measured {
     }
 
     /// A row of the table with the columns [`TITLES`].
-    pub fn cells(&self) -> [String; 14] {
+    pub fn cells(&self) -> [String; 13] {
         let point = &self.point;
-        let [median, least, p10, p90] = self.milliseconds().map(milliseconds);
+        let [median, least, greatest] = self.milliseconds().map(milliseconds);
         let heads = match point.heads == point.kv_heads {
             true => point.heads.to_string(),
             false => format!("{}/{}", point.heads, point.kv_heads),
@@ -110,8 +121,7 @@ impl Measured {
             heads,
             median,
             least,
-            p10,
-            p90,
+            greatest,
             rate(self.tflops()),
             or_dash(
                 self.peak_share()
@@ -124,7 +134,9 @@ impl Measured {
 
     /// A row of CSV with the columns [`POINT`] and [`RESULT`].
     pub fn csv(&self, device: &DeviceReport) -> Vec<String> {
-        let [median, least, p10, p90] = self.milliseconds().map(|ms| format!("{ms:.6}"));
+        let figure = |ms: f64| format!("{ms:.6}");
+        let [median, least, greatest] = self.milliseconds().map(figure);
+        let [p10, p90] = self.deciles().map(|ms| ms.map(figure).unwrap_or_default());
         let mut row = point_csv(&self.point);
         row.extend([
             self.kernel.clone(),
@@ -134,6 +146,7 @@ impl Measured {
             self.sets.to_string(),
             median,
             least,
+            greatest,
             p10,
             p90,
             format!("{:.6}", self.tflops()),
@@ -155,7 +168,8 @@ impl Measured {
 
     /// The same and more, for `--json`.
     pub fn json(&self, ratios: &[Ratio]) -> Value {
-        let [median, least, p10, p90] = self.milliseconds().map(json_number);
+        let [median, least, greatest] = self.milliseconds().map(json_number);
+        let [p10, p90] = self.deciles().map(|ms| ms.map(json_number));
         let mut document = point_json(&self.point);
         let verdicts = self.verdicts.iter().map(|verdict| {
             json!({
@@ -172,8 +186,9 @@ impl Measured {
         document["sets"] = self.sets.into();
         document["median_ms"] = median;
         document["min_ms"] = least;
-        document["p10_ms"] = p10;
-        document["p90_ms"] = p90;
+        document["max_ms"] = greatest;
+        document["p10_ms"] = p10.into();
+        document["p90_ms"] = p90.into();
         document["operations"] = json_number(self.point.operations());
         document["tflops"] = json_number(self.tflops());
         document["peak_share"] = self.peak_share().map(json_number).into();
@@ -283,9 +298,21 @@ pub mod tests {
     #[test]
     fn the_spread_lies_between_samples() {
         let found = measured(&[5.0, 1.0, 2.0, 4.0, 3.0]);
-        assert_eq!(found.milliseconds(), [3_000.0, 1_000.0, 1_400.0, 4_600.0]);
+        assert_eq!(found.milliseconds(), [3_000.0, 1_000.0, 5_000.0]);
         assert_eq!(measured(&[2.0, 4.0]).median(), 3.0);
-        assert_eq!(measured(&[2.0]).milliseconds(), [2_000.0; 4]);
+        assert_eq!(measured(&[2.0]).milliseconds(), [2_000.0; 3]);
+    }
+
+    /// Catches deciles that are the extremes by another name.
+    #[test]
+    fn deciles_come_of_enough_samples() {
+        let seconds: Vec<f64> = (0..21).map(f64::from).collect();
+        let found = measured(&seconds);
+        assert_eq!(found.deciles(), [Some(2_000.0), Some(18_000.0)]);
+        let few = measured(&seconds[..DECILES - 1]);
+        assert_eq!(few.deciles(), [None; 2]);
+        let json = few.json(&[]);
+        assert!(json["p10_ms"].is_null() && json["max_ms"] == 18_000.0);
     }
 
     #[test]
@@ -294,7 +321,7 @@ pub mod tests {
         assert!((found.tflops() - 1.0).abs() < 1e-12);
         let cells = found.cells();
         assert_eq!(cells[6], "0.0042");
-        assert_eq!(cells[10..13], ["1.000", "50.0 %", "3.0"]);
+        assert_eq!(cells[9..12], ["1.000", "50.0 %", "3.0"]);
         let json = found.json(&[]);
         assert_eq!(
             (&json["clock"], &json["calls"]),

@@ -2,6 +2,7 @@
 
 use super::call::Operands;
 use super::grid::{Pass, Point};
+use super::limit::Limit;
 use crate::Outcome;
 use burn::tensor::{Device, ProfileOptions, TimingMethod};
 use burn_flash_attention::Problem;
@@ -63,15 +64,16 @@ pub fn sets(point: &Point) -> usize {
         .clamp(1, MOST_SETS)
 }
 
-/// Times calls on `sets` in turn until there are `samples`, or one and the deadline has passed.
+/// Times calls on `sets` in turn until there are `samples`, or the next one would not be done in
+/// time; `None` if that holds for the first.
 pub fn time(
     point: &Point,
     problem: &Problem,
     device: &Device,
     sets: &[Operands],
     samples: usize,
-    deadline: Option<Instant>,
-) -> Outcome<Timing> {
+    limit: &Limit,
+) -> Outcome<Option<Timing>> {
     let mut turn = 0;
     let mut next = |count: usize| -> Vec<Operands> {
         let taken = (turn..turn + count).map(|n| sets[n % sets.len()].clone());
@@ -79,7 +81,10 @@ pub fn time(
         taken.collect()
     };
     let (start, mut warm_up_calls) = (Instant::now(), 0);
-    while warm_up_calls == 0 || start.elapsed() < WARM_UP {
+    if limit.is_over() {
+        return Ok(None);
+    }
+    while warm_up_calls == 0 || (start.elapsed() < WARM_UP && !limit.is_over()) {
         run(next(1), point, problem)?;
         device.sync()?;
         warm_up_calls += 1;
@@ -87,7 +92,6 @@ pub fn time(
     let call = start.elapsed().as_secs_f64() / f64::from(warm_up_calls);
     let calls = ((SAMPLE.as_secs_f64() / call).ceil() as usize).clamp(1, MOST_CALLS);
 
-    let late = || deadline.is_some_and(|deadline| Instant::now() >= deadline);
     let mut timing = Timing {
         seconds: Vec::new(),
         calls,
@@ -96,7 +100,7 @@ pub fn time(
             Pass::Forward | Pass::Backward => Clock::Device,
         },
     };
-    while timing.seconds.is_empty() || (timing.seconds.len() < samples && !late()) {
+    while timing.seconds.len() < samples && limit.fits(call * calls as f64) {
         device.sync()?;
         let operands = next(calls);
         let seconds = match timing.clock {
@@ -111,7 +115,7 @@ pub fn time(
         };
         timing.seconds.push(seconds / calls as f64);
     }
-    Ok(timing)
+    Ok((!timing.seconds.is_empty()).then_some(timing))
 }
 
 fn run(operands: Vec<Operands>, point: &Point, problem: &Problem) -> Result<(), String> {

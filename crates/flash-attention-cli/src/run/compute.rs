@@ -39,15 +39,9 @@ pub fn on_device(inputs: &Inputs, options: &Options, on: &DeviceReport) -> Outco
         inputs.mask.clone().zip(problem.mask).map(|(mask, shape)| {
             Tensor::<4, Bool>::from_data(TensorData::new(mask, shape), &device)
         });
-    let options = AttentionOptions {
-        mask,
-        bias: bias.clone(),
-        scale: options.scale,
-        softcap: options.softcap,
-        causal: options.causal,
-        alignment: options.alignment,
-        window: options.window,
-    };
+    let mut options = AttentionOptions::from(*options);
+    options.mask = mask;
+    options.bias = bias.clone();
     let (output, lse) =
         try_flash_attention_with_lse(query.clone(), key.clone(), value.clone(), &options)?;
 
@@ -123,13 +117,10 @@ fn array<const D: usize>(name: &'static str, stored: Stored, tensor: Tensor<D>) 
 /// The same by the `f64` reference, in `f64`.
 pub fn by_reference(inputs: &Inputs) -> Vec<Array> {
     let problem = &inputs.problem;
-    let given = reference::Inputs {
-        query: &inputs.query.values,
-        key: &inputs.key.values,
-        value: &inputs.value.values,
-        mask: inputs.mask.as_deref(),
-        bias: inputs.bias.as_ref().map(|bias| bias.values.as_slice()),
-    };
+    let (query, key, value) = (&inputs.query, &inputs.key, &inputs.value);
+    let given = reference::Inputs::new(&query.values, &key.values, &value.values)
+        .mask(inputs.mask.as_deref())
+        .bias(inputs.bias.as_ref().map(|bias| bias.values.as_slice()));
     let f64_array = |name, shape: &[usize], values| Array {
         name,
         stored: Stored::F64,

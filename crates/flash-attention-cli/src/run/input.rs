@@ -1,15 +1,21 @@
 //! Reads and checks the tensors of a run, before anything is computed.
 
 use super::array::{Array, float, type_name};
+use super::seen::Seen;
 use crate::Outcome;
 use burn_flash_attention::{ElementType, Operand, Operands, Options, Problem, Reason};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype as Stored, TensorInfo, TensorView};
 use serde_json::{Map, Value};
-use std::ops::Range;
 
-/// Names a run reads; every other tensor of the file is reported as ignored.
-const NAMES: [&str; 7] = ["q", "k", "v", "mask", "bias", "do", "dlse"];
+/// Names a run cannot do without.
+const REQUIRED: [&str; 3] = ["q", "k", "v"];
+
+/// Names a run reads where they are there; every other tensor of the file is reported as ignored.
+const OPTIONAL: [&str; 4] = ["mask", "bias", "do", "dlse"];
+
+/// Names of a file that an error lists at most.
+const LISTED: usize = 12;
 
 /// Checked tensors of a run.
 pub struct Inputs {
@@ -41,18 +47,14 @@ impl Inputs {
             Err(error) => return Err(broken_tensor(bytes).unwrap_or(error.to_string()).into()),
         };
         let optional = |name: &str| file.tensor(name).ok();
-        let required = |name| optional(name).ok_or_else(|| format!("tensor {name} is missing"));
+        let required = |name| optional(name).ok_or_else(|| missing(&file));
         let (query, key, value) = (required("q")?, required("k")?, required("v")?);
         let (mask, bias) = (optional("mask"), optional("bias"));
         let (output_gradient, lse_gradient) = (optional("do"), optional("dlse"));
 
-        let operands = Operands {
-            query: operand(&query),
-            key: operand(&key),
-            value: operand(&value),
-            mask: mask.as_ref().map(operand),
-            bias: bias.as_ref().map(operand),
-        };
+        let operands = Operands::new(operand(&query), operand(&key), operand(&value))
+            .mask(mask.as_ref().map(operand))
+            .bias(bias.as_ref().map(operand));
         let problem = Problem::new(&operands, options).map_err(|error| {
             let name = culprit(&error.reasons[0]);
             format!("{name}: {error}")
@@ -67,7 +69,10 @@ impl Inputs {
         let array =
             |name, view: Option<TensorView>| view.map(|view| Array::read(name, &view)).transpose();
         let mut ignored: Vec<String> = file.names().into_iter().map(String::from).collect();
-        ignored.retain(|name| !NAMES.contains(&name.as_str()));
+        ignored.retain(|name| {
+            let name = name.as_str();
+            !REQUIRED.contains(&name) && !OPTIONAL.contains(&name)
+        });
         ignored.sort();
         let inputs = Self {
             problem,
@@ -97,9 +102,16 @@ impl Inputs {
         for array in required.into_iter().chain(optional.into_iter().flatten()) {
             let hides = |x: f64| array.name == "bias" && x == f64::NEG_INFINITY;
             let elements = array.values.iter().enumerate();
-            for (at, &x) in elements.filter(|&(_, &x)| !x.is_finite() && !hides(x)) {
+            let mut lost = elements
+                .filter(|&(_, &x)| !x.is_finite() && !hides(x))
+                .peekable();
+            if lost.peek().is_none() {
+                continue;
+            }
+            let seen = self.seen(array.name);
+            for (at, x) in lost {
                 let index = array.index(at);
-                if self.is_visible(self.scores_of(array.name, &index)) {
+                if seen.at(scores_of(array.name, &index)) {
                     let name = array.name;
                     return Err(format!(
                         "tensor {name} is {x} at {index:?}, expected a finite number"
@@ -111,55 +123,53 @@ impl Inputs {
         Ok(())
     }
 
-    /// The scores `[batch, heads, seq_q, seq_kv]` that an element of the named tensor has to do with.
-    fn scores_of(&self, name: &str, index: &[usize]) -> [Range<usize>; 4] {
-        let one = |n: usize| n..n + 1;
+    /// Which elements of the named tensor have to do with a visible score.
+    fn seen(&self, name: &str) -> Seen {
         let problem = &self.problem;
-        let full = problem.score_shape().map(|size| 0..size);
-        match name {
-            "k" | "v" => {
-                let group = problem.group();
-                let first = index[1] * group;
-                [
-                    one(index[0]),
-                    first..first + group,
-                    full[2].clone(),
-                    one(index[2]),
-                ]
-            }
-            "bias" => {
-                let shape = problem.bias.unwrap_or_default();
-                let at = |n: usize| match shape[n] {
-                    1 => full[n].clone(),
-                    _ => one(index[n]),
-                };
-                [at(0), at(1), at(2), at(3)]
-            }
-            _ => [one(index[0]), one(index[1]), one(index[2]), full[3].clone()],
-        }
-    }
-
-    /// Whether any of these scores is visible.
-    fn is_visible(&self, [batch, heads, queries, keys]: [Range<usize>; 4]) -> bool {
-        queries.into_iter().any(|i| {
-            let seen = self.problem.band.keys(i, self.problem.seq_kv);
-            let mut keys = keys.start.max(seen.start)..keys.end.min(seen.end);
-            keys.any(|j| {
-                let mut heads = heads.clone();
-                heads.any(|h| batch.clone().any(|b| !self.is_masked([b, h, i, j])))
-            })
-        })
-    }
-
-    fn is_masked(&self, score: [usize; 4]) -> bool {
-        let (Some(mask), Some(shape)) = (&self.mask, self.problem.mask) else {
-            return false;
+        let [batch, heads, seq_q, seq_kv] = problem.score_shape();
+        let shape = match name {
+            "k" | "v" => [batch, problem.kv_heads, 1, seq_kv],
+            "bias" => problem.bias.unwrap_or_default(),
+            _ => [batch, heads, seq_q, 1],
         };
-        let at = score.iter().zip(shape).fold(0, |at, (&n, size)| {
-            at * size + if size == 1 { 0 } else { n }
-        });
-        mask[at]
+        Seen::new(problem, self.mask.as_deref(), shape)
     }
+}
+
+/// The scores that an element of the named tensor has to do with, as an index of [`Inputs::seen`].
+fn scores_of(name: &str, index: &[usize]) -> [usize; 4] {
+    match name {
+        "k" | "v" => [index[0], index[1], 0, index[2]],
+        "bias" => [index[0], index[1], index[2], index[3]],
+        _ => [index[0], index[1], index[2], 0],
+    }
+}
+
+/// Which tensors a file lacks, what it has and what is read.
+fn missing(file: &SafeTensors) -> String {
+    let mut there: Vec<&str> = file.names().into_iter().collect();
+    there.sort_unstable();
+    let lacks: Vec<&str> = REQUIRED
+        .into_iter()
+        .filter(|name| !there.contains(name))
+        .collect();
+    let (what, are) = match lacks.len() {
+        1 => ("tensor", "is"),
+        _ => ("tensors", "are"),
+    };
+    let more = match there.len().saturating_sub(LISTED) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    there.truncate(LISTED);
+    let has = match there.as_slice() {
+        [] => "no tensor".to_string(),
+        names => names.join(", ") + &more,
+    };
+    let (lacks, required, optional) = (lacks.join(", "), REQUIRED.join(", "), OPTIONAL.join(", "));
+    format!(
+        "{what} {lacks} {are} missing: the file has {has}; expected {required}, optional {optional}"
+    )
 }
 
 /// Shape and element type, for the one check of all operands together.
@@ -182,6 +192,7 @@ fn culprit(reason: &Reason) -> String {
         | Reason::Mismatch { operand, .. }
         | Reason::Dim { operand, .. }
         | Reason::Sequence { operand, .. }
+        | Reason::Elements { operand, .. }
         | Reason::Broadcast { operand, .. }
         | Reason::ElementType { operand, .. }
         | Reason::UnequalTypes { operand, .. } => operand,
@@ -253,4 +264,52 @@ fn broken_entry(entry: Value, data: usize) -> Option<String> {
         let (shape, element) = (&info.shape, type_name(info.dtype));
         format!("shape {shape:?} of {element} does not fill its {has} bytes")
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn_flash_attention::Dtype;
+    use std::time::{Duration, Instant};
+
+    /// Catches a check that takes each padded number to every query: hours instead of an instant.
+    #[test]
+    fn padding_of_a_long_sequence_is_checked_in_linear_time() {
+        const SEQ: usize = 1 << 17;
+        let operand = Operand::new([1, 1, SEQ, 4], Dtype::F32);
+        let mask = Operand::new([1, 1, 1, SEQ], ElementType::Bool);
+        let operands = Operands::new(operand.clone(), operand.clone(), operand).mask(mask);
+        let array = |name, number| Array {
+            name,
+            stored: Stored::F32,
+            shape: vec![1, 1, SEQ, 4],
+            values: vec![number; 4 * SEQ],
+        };
+        let inputs = Inputs {
+            problem: Problem::new(&operands, &Options::new()).unwrap(),
+            query: array("q", f64::NAN),
+            key: array("k", f64::NAN),
+            value: array("v", f64::NAN),
+            mask: Some(vec![true; SEQ]),
+            bias: None,
+            output_gradient: None,
+            lse_gradient: None,
+            ignored: Vec::new(),
+        };
+        let start = Instant::now();
+        inputs.check_numbers().unwrap();
+        assert!(start.elapsed() < Duration::from_secs(60));
+
+        let mut seen = inputs;
+        seen.mask = Some((0..SEQ).map(|j| j + 1 < SEQ).collect());
+        let error = seen.check_numbers().unwrap_err().to_string();
+        assert!(
+            error.starts_with("tensor q is NaN at [0, 0, 0, 0]"),
+            "{error}"
+        );
+        seen.query.values.fill(0.0);
+        let error = seen.check_numbers().unwrap_err().to_string();
+        let place = format!("tensor k is NaN at [0, 0, {}, 0]", SEQ - 1);
+        assert!(error.starts_with(&place), "{error}");
+    }
 }

@@ -27,7 +27,8 @@ pub fn json(arguments: &str) -> Value {
 /// The line on standard error of a run that must fail and print nothing else.
 pub fn error(arguments: &str) -> String {
     let output = attn(arguments);
-    assert!(!output.status.success(), "attn {arguments} succeeds");
+    let code = output.status.code();
+    assert_eq!(code, Some(1), "attn {arguments}");
     assert_eq!(
         String::from_utf8(output.stdout).unwrap(),
         "",
@@ -36,6 +37,19 @@ pub fn error(arguments: &str) -> String {
     let error = String::from_utf8(output.stderr).unwrap();
     assert_eq!(error.lines().count(), 1, "attn {arguments}: {error}");
     error.trim_end().to_string()
+}
+
+/// Standard error of a run with a wrong command line: status 2, and a pointer to the help or to what
+/// was meant.
+pub fn usage(arguments: &str) -> String {
+    let output = attn(arguments);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "attn {arguments}: {error}");
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), "");
+    assert!(error.contains("\n\n"), "attn {arguments}: {error}");
+    let hint = error.contains("--help") || error.contains("Usage:");
+    assert!(hint, "attn {arguments}: {error}");
+    error
 }
 
 /// Standard output and the line on standard error of a run that fails with something to print.

@@ -1,6 +1,6 @@
 //! `attn bench` on small problems: what it writes, and what it refuses. No time is asserted.
 
-use crate::attn::{error, json, stdout};
+use crate::attn::{error, json, stdout, usage};
 use std::fs;
 use std::path::Path;
 
@@ -72,7 +72,7 @@ fn a_run_writes_rows_a_drawing_and_ratios() {
 
     let rows = fs::read_to_string(&csv).unwrap();
     let rows: Vec<Vec<&str>> = rows.lines().map(|line| line.split(',').collect()).collect();
-    assert_eq!((rows.len(), rows[0].len(), rows[1].len()), (2, 26, 26));
+    assert_eq!((rows.len(), rows[0].len(), rows[1].len()), (2, 27, 27));
     let cell = |name: &str| rows[1][rows[0].iter().position(|title| *title == name).unwrap()];
     assert_eq!(cell("pass"), "training");
     assert_eq!(cell("kernel"), "composed");
@@ -94,7 +94,7 @@ fn points_are_listed_without_measuring() {
     let folder = tempfile::tempdir().unwrap();
     let csv = in_folder(folder.path(), "points.csv");
     let text = stdout(&format!(
-        "bench --device flex --list --causal false --csv {csv}"
+        "bench --device flex --list --grid paper --causal false --csv {csv}"
     ));
     assert_eq!(text, fs::read_to_string(&csv).unwrap());
     let lines: Vec<&str> = text.lines().collect();
@@ -108,24 +108,32 @@ fn points_are_listed_without_measuring() {
 #[test]
 #[cfg(feature = "flex")]
 fn bad_arguments_are_named_before_anything_is_measured() {
+    let wrong = |arguments: &str, says: &str| {
+        let error = usage(&format!("bench --device flex {arguments}"));
+        assert!(error.contains(says), "{arguments}: {error}");
+    };
+    wrong("--grid huge", "'huge' for '--grid <GRID>'");
+    wrong("--pass sideways", "'sideways' for '--pass <P>'");
+    wrong("--seq 0", "'0' for '--seq <N>'");
+    wrong("--samples 0", "'0' for '--samples <N>'");
+    wrong("--time-limit -1", "");
+    wrong("--time-limit 0", "expected a positive number");
+    wrong("--peak inf", "expected a positive number");
+    wrong("--causal maybe", "'maybe' for '--causal <BOOL>'");
+    wrong("--list --plot a.svg", "--plot");
     let refused = |arguments: &str, says: &str| {
         let error = error(&format!("bench --device flex {arguments}"));
         assert!(error.contains(says), "{arguments}: {error}");
     };
-    refused("--grid huge", "'huge' for '--grid <GRID>'");
-    refused("--pass sideways", "'sideways' for '--pass <P>'");
-    refused("--seq 0", "'0' for '--seq <N>'");
-    refused("--samples 0", "'0' for '--samples <N>'");
-    refused("--time-limit -1", "");
-    refused("--time-limit 0", "expected a positive number");
-    refused("--peak inf", "expected a positive number");
-    refused("--causal maybe", "'maybe' for '--causal <BOOL>'");
+    refused(
+        "--causal false",
+        "the small grid has no such point, and is the default of this device; --grid takes another",
+    );
     refused(
         "--grid small --causal false",
         "the small grid has no such point",
     );
     refused("--head-dim 512", "head_dim 512");
-    refused("--list --plot a.svg", "--plot");
     refused("--csv no/such/folder.csv", "output no/such/folder.csv");
     refused("--plot no/such/folder.svg", "output no/such/folder.svg");
     refused("--peers no-such-file.csv", "peers no-such-file.csv");
@@ -147,6 +155,54 @@ fn points_past_the_time_limit_are_a_failure() {
         "{}",
         output.0
     );
-    let expected = "error: 1 of 1 points were not reached within the time limit";
+    let expected = "error: 1 of 1 points were not measured within the time limit";
     assert_eq!(output.1, expected);
+}
+
+/// Catches a grid that takes a processor hours, and one that is chosen in silence.
+#[test]
+#[cfg(feature = "flex")]
+fn a_processor_measures_the_small_grid_and_says_so() {
+    let text = stdout("bench --device flex --seq 64 --samples 2");
+    let first = text.lines().next().unwrap();
+    let says = "build; small grid (the default of a processor), f32";
+    assert!(first.ends_with(says), "{text}");
+    let points = stdout("bench --device flex --list");
+    assert!(
+        points
+            .lines()
+            .skip(1)
+            .all(|line| line.starts_with("small,")),
+        "{points}"
+    );
+}
+
+/// Catches a first point, of which nothing is known, that runs for hours past the limit.
+#[test]
+#[cfg(feature = "flex")]
+fn a_point_that_takes_longer_than_the_limit_is_not_begun() {
+    let start = std::time::Instant::now();
+    let arguments = "bench --device flex --grid long --seq 1048576 --pass forward --time-limit 2";
+    let (text, error) = crate::attn::failing(arguments);
+    // Half a minute is for a machine that does other things too: the point itself takes hours.
+    assert!(start.elapsed().as_secs() < 30, "{text}");
+    assert!(
+        text.contains("  not reached in time: causal forward"),
+        "{text}"
+    );
+    let says = "error: 1 of 1 points were not measured within the time limit";
+    assert_eq!(error, says);
+}
+
+/// Catches samples that go on past the limit, and a point that hides how few it has.
+#[test]
+#[cfg(feature = "flex")]
+fn samples_end_with_the_time_and_are_counted() {
+    let start = std::time::Instant::now();
+    let text = stdout("bench --device flex --seq 64 --samples 1000000 --time-limit 5");
+    assert!(start.elapsed().as_secs() < 30, "{text}");
+    assert!(
+        text.contains(" of 1000000 samples in time: causal training"),
+        "{text}"
+    );
 }

@@ -1,6 +1,6 @@
 //! `attn check` on the default device, and what it says when there is nothing to check.
 
-use crate::attn::{error, json};
+use crate::attn::{error, json, usage};
 
 #[test]
 #[cfg(feature = "flex")]
@@ -32,5 +32,5 @@ fn the_grid_passes_and_says_how_close_it_came() {
 #[test]
 fn an_unknown_device_or_type_is_named() {
     assert!(error("check --device abacus").contains("device abacus is unknown"));
-    assert!(error("check --dtype f64").contains("'f64' for '--dtype <T>'"));
+    assert!(usage("check --dtype f64").contains("'f64' for '--dtype <T>'"));
 }

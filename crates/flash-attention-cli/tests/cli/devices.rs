@@ -1,6 +1,6 @@
 //! `attn devices` and the help texts.
 
-use crate::attn::{error, json, stdout};
+use crate::attn::{json, stdout, usage};
 
 #[test]
 #[cfg(feature = "flex")]
@@ -12,6 +12,7 @@ fn flex_is_listed_with_what_serves_it() {
         .find(|device| device["name"] == "flex")
         .unwrap();
     assert_eq!(flex["compiler"], "rust");
+    assert_eq!(flex["processor"], true);
     assert_eq!(flex["forward"]["f32"], "composed");
     assert!(flex["dtypes"].as_array().unwrap().contains(&"f32".into()));
     let text = stdout("devices");
@@ -49,6 +50,21 @@ fn help_is_there_for_every_subcommand() {
 
 #[test]
 fn a_subcommand_is_required_and_known() {
-    assert!(error("").contains("subcommand"));
-    assert!(error("abacus").contains("abacus"));
+    assert!(usage("").contains("subcommand"));
+    assert!(usage("abacus").contains("abacus"));
+}
+
+/// Catches errors that keep what was meant to themselves.
+#[test]
+fn a_misspelt_argument_gets_a_hint() {
+    for (arguments, tips) in [
+        ("devicse", "a similar subcommand exists: 'devices'"),
+        ("run --softcup 2", "a similar argument exists: '--softcap'"),
+        ("check --dtype f32x", "possible values: f32, f16, bf16"),
+        ("bench --grid smallest", "a similar value exists: 'small'"),
+    ] {
+        let error = usage(arguments);
+        assert!(error.contains(tips), "attn {arguments}: {error}");
+        assert!(error.starts_with("error: "), "{error}");
+    }
 }

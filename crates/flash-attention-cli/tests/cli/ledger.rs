@@ -1,6 +1,6 @@
 //! `attn ledger` on the worked examples, on other rows and on arguments that make no sense.
 
-use crate::attn::{error, json, stdout};
+use crate::attn::{error, json, stdout, usage};
 use serde_json::Value;
 
 fn numbers(value: &Value) -> Vec<f64> {
@@ -153,19 +153,24 @@ fn refusals_are_one_line_that_names_the_culprit() {
         ("ledger --block 0", "block is 0"),
         ("ledger --scores 1,nan", "scores[1] is NaN"),
         ("ledger --scores 1,inf", "scores[1] is inf"),
-        ("ledger --scores 1,x", "--scores"),
         ("ledger --scores 1,2 --values 1", "values has 1 entries"),
         ("ledger --values 1", "values has 1 entries"),
         ("ledger --values=1,2,3,4,5,inf", "values[5] is inf"),
         ("ledger --backward --block-q 0", "block_q is 0"),
         ("ledger --backward --block-kv 0", "block_kv is 0"),
+    ] {
+        let line = error(arguments);
+        assert!(line.contains(names), "attn {arguments}: {line}");
+    }
+    for (arguments, names) in [
+        ("ledger --scores 1,x", "--scores"),
         ("ledger --backward --block 3", "--block <N>"),
         ("ledger --block-q 3", "--backward"),
         ("ledger --causal", "--backward"),
         ("ledger --backward --causal=maybe", "--causal"),
         ("ledger --nonsense", "--nonsense"),
     ] {
-        let line = error(arguments);
-        assert!(line.contains(names), "attn {arguments}: {line}");
+        let text = usage(arguments);
+        assert!(text.contains(names), "attn {arguments}: {text}");
     }
 }

@@ -1,6 +1,6 @@
 //! `attn run` on broken input: one line that names the culprit, and no file left behind.
 
-use crate::attn::{error, stdout};
+use crate::attn::{error, stdout, usage};
 use crate::tensors::{File, Stored, random, stored, write};
 use safetensors::tensor::Dtype;
 use std::collections::BTreeMap;
@@ -73,16 +73,35 @@ fn the_good_file_is_good() {
 }
 
 #[test]
-fn a_missing_tensor_is_named() {
+fn a_missing_tensor_is_named_with_those_that_are_there() {
     for name in ["q", "k", "v"] {
         let mut file = good();
         file.remove(name);
+        let there: Vec<&str> = file.keys().copied().collect();
         let line = fails(&directory_with(&file), "--device reference");
-        assert!(
-            line.ends_with(&format!("tensor {name} is missing")),
-            "{line}"
+        let says = format!(
+            "tensor {name} is missing: the file has {}; expected q, k, v, optional mask, bias, do, dlse",
+            there.join(", ")
         );
+        assert!(line.ends_with(&says), "{line}");
     }
+    let named = |names: &[&'static str]| {
+        let tensor = |name: &&'static str| (*name, random("x", Dtype::F32, &[1]));
+        let file: File = names.iter().map(tensor).collect();
+        fails(&directory_with(&file), "--device reference")
+    };
+    let line = named(&["key", "query", "v"]);
+    let says = "tensors q, k are missing: the file has key, query, v; expected";
+    assert!(line.contains(says), "{line}");
+    let line = named(&[]);
+    assert!(
+        line.contains("tensors q, k, v are missing: the file has no tensor; "),
+        "{line}"
+    );
+    let line = named(&[
+        "a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "l", "m", "n", "o",
+    ]);
+    assert!(line.contains("i, j, l, m and 2 more; expected"), "{line}");
 }
 
 #[test]
@@ -241,6 +260,20 @@ fn padding_is_told_apart_head_by_head() {
     assert!(line.contains("tensor k is NaN at [0, 1, 1, 3]"), "{line}");
 }
 
+/// Catches a product of dimensions that overflows though the tensor holds nothing.
+#[test]
+fn a_shape_that_cannot_be_addressed_is_named() {
+    let empty = |shape: [usize; 4]| stored(Dtype::F32, &shape, []);
+    let file = BTreeMap::from([
+        ("q", empty([0, 1 << 62, 3, 4])),
+        ("k", empty([0, 1 << 62, 5, 4])),
+        ("v", empty([0, 1 << 62, 5, 6])),
+    ]);
+    let line = fails(&directory_with(&file), "");
+    let says = "tensor q: query has shape [0, 4611686018427387904, 3, 4], expected a product";
+    assert!(line.contains(says), "{line}");
+}
+
 #[test]
 #[cfg(feature = "flex")]
 fn a_result_that_is_not_finite_is_not_written() {
@@ -308,23 +341,56 @@ fn a_broken_file_is_refused_and_its_tensor_named() {
 fn options_and_devices_that_make_no_sense_are_named() {
     let directory = directory_with(&good());
     for (arguments, says) in [
-        ("--device reference --softcap 0", "--softcap: softcap is 0"),
-        (
-            "--device reference --softcap -2",
-            "--softcap: softcap is -2",
-        ),
-        ("--device reference --scale nan", "--scale: scale is NaN"),
-        ("--device reference --scale big", "--scale"),
-        ("--device reference --window 3", "--window"),
-        ("--device reference --window -1,2", "--window"),
-        ("--device reference --window 1,2,3", "--window"),
-        ("--device reference --causal middle", "--causal"),
         ("--device tpu", "device tpu is unknown; devices found: "),
         ("--device reference:1", "device reference:1 is unknown"),
     ] {
         let line = fails(&directory, arguments);
         assert!(line.contains(says), "{arguments}: {line}");
     }
+    for (arguments, says) in [
+        (
+            "--softcap 0",
+            "'0' for '--softcap <C>': softcap is 0.0, expected a positive number from 1.18e-38 to 3.40e38",
+        ),
+        (
+            "--softcap -2",
+            "softcap is -2.0, expected a positive number",
+        ),
+        (
+            "--softcap 1e-40",
+            "softcap is 1e-40, expected a positive number from",
+        ),
+        (
+            "--softcap much",
+            "'much' for '--softcap <C>': expected a number, such as",
+        ),
+        (
+            "--scale nan",
+            "scale is NaN, expected a finite number of at most",
+        ),
+        (
+            "--scale 1e39",
+            "scale is 1e39, expected a finite number of at most 3.40e38",
+        ),
+        (
+            "--scale big",
+            "'big' for '--scale <X>': expected a number, such as",
+        ),
+        (
+            "--window 3",
+            "'3' for '--window <L,R>': expected two numbers",
+        ),
+        ("--window -1,2", "--window"),
+        ("--window 1,2,3", "--window"),
+        ("--causal middle", "possible values: bottom-right, top-left"),
+    ] {
+        let path = directory.path().display();
+        let text = usage(&format!(
+            "run --input {path}/in.safetensors --output {path}/out.safetensors {arguments}"
+        ));
+        assert!(text.contains(says), "{arguments}: {text}");
+    }
+    assert_eq!(names(directory.path()), ["in.safetensors"]);
 }
 
 #[test]
@@ -349,7 +415,7 @@ fn paths_that_cannot_be_used_are_named() {
     assert!(run("in.safetensors", "../").contains("is a directory"));
     assert!(run("in.safetensors", "./in.safetensors").contains("is the input file"));
     assert_eq!(names(directory.path()), ["in.safetensors"]);
-    assert!(error("run").contains("--input <FILE> --output <FILE>"));
+    assert!(usage("run").contains("--input <FILE> --output <FILE>"));
 }
 
 #[test]

@@ -5,7 +5,9 @@ use super::{
     LedgerError, add_scaled, check_block, check_finite, check_length, check_not_empty,
     largest_difference, tiles,
 };
-use crate::problem::{Dtype, Operand, Operands, Options, Problem};
+use crate::operand::{Dtype, Operand, Operands};
+use crate::options::Options;
+use crate::problem::Problem;
 use crate::reference::{self, Inputs};
 use std::ops::Range;
 

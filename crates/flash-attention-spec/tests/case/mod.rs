@@ -49,13 +49,9 @@ pub struct Case {
 
 impl Case {
     pub fn inputs(&self) -> Inputs<'_> {
-        Inputs {
-            query: &self.query,
-            key: &self.key,
-            value: &self.value,
-            mask: self.mask.as_deref(),
-            bias: self.bias.as_deref(),
-        }
+        Inputs::new(&self.query, &self.key, &self.value)
+            .mask(self.mask.as_deref())
+            .bias(self.bias.as_deref())
     }
 
     pub fn forward(&self) -> Forward {

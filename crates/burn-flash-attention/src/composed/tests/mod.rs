@@ -158,13 +158,9 @@ impl Case {
 
     /// What the reference gives.
     fn reference(&self) -> Results {
-        let inputs = reference::Inputs {
-            query: &self.query,
-            key: &self.key,
-            value: &self.value,
-            mask: self.mask.as_deref(),
-            bias: self.bias.as_deref(),
-        };
+        let inputs = reference::Inputs::new(&self.query, &self.key, &self.value)
+            .mask(self.mask.as_deref())
+            .bias(self.bias.as_deref());
         let forward = reference::forward(&self.problem, &inputs);
         let gradients = reference::backward(
             &self.problem,

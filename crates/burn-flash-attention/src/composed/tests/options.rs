@@ -199,16 +199,55 @@ fn only_wanted_gradients_are_computed() {
     let all = case.composed(Wanted::ALL).gradients;
     for choice in 0..16 {
         let has = |bit: u32| choice >> bit & 1 == 1;
-        let wanted = Wanted {
-            query: has(0),
-            key: has(1),
-            value: has(2),
-            bias: has(3),
-        };
+        let wanted = Wanted::NONE
+            .query(has(0))
+            .key(has(1))
+            .value(has(2))
+            .bias(has(3));
         let got = case.composed(wanted).gradients;
         for (n, (got, all)) in got.into_iter().zip(&all).enumerate() {
             let expected = has(n as u32).then(|| all.clone().unwrap());
             assert_eq!(got, expected, "{wanted:?}");
         }
+    }
+}
+
+/// Catches a scale that makes the query overflow before the product does, or the product before the
+/// scale, though every score is finite.
+#[test]
+fn scores_of_any_scale_are_finite() {
+    // Powers of two: nothing is rounded on the way, and scores are 2^0 or 2^1 times products of numbers.
+    for (scale, query, key) in [(120, 9, -129), (-126, 64, 63)] {
+        for causally in [false, true] {
+            let options = Options {
+                scale: Some(2f64.powi(scale)),
+                causal: causally,
+                ..Options::default()
+            };
+            let mut case = Case::new(SIZES, options);
+            case.query.iter_mut().for_each(|x| *x *= 2f64.powi(query));
+            case.key.iter_mut().for_each(|x| *x *= 2f64.powi(key));
+            let (mut got, mut exact) = (case.composed(Wanted::ALL), case.reference());
+            if scale > 0 {
+                // The gradient of the key is not a number of f32 there.
+                (got.gradients[1], exact.gradients[1]) = (None, None);
+            }
+            got.assert_near(&exact, Dtype::F32, &format!("scale 2^{scale}, {causally}"));
+        }
+    }
+}
+
+/// Catches sums of values that overflow, though their weighted mean is as finite as they are.
+#[test]
+fn means_of_the_largest_values_are_finite() {
+    for options in [Options::default(), causal(Alignment::BottomRight)] {
+        let mut case = Case::new([1, 2, 1, 50, 50, 4, 4], options);
+        case.value
+            .iter_mut()
+            .for_each(|x| *x = (x.abs() + 0.5) * 2f64.powi(126));
+        case.output_gradient
+            .iter_mut()
+            .for_each(|x| *x *= 2f64.powi(-20));
+        case.check(&format!("{options:?}"));
     }
 }
