@@ -63,13 +63,15 @@ pub(crate) fn geometry(problem: &Problem) -> GeometryLaunch {
     )
 }
 
-/// The width of indices that reaches every element of what a call reads, by strides, and writes.
+/// The width of indices that reaches every element of what a call reads, by strides, and writes,
+/// where kernels count elements of `bytes` bytes.
 pub(crate) fn address_type(
     problem: &Problem,
+    bytes: usize,
     operands: &Operands,
     output_gradient: Option<&TensorBinding>,
 ) -> AddressType {
-    let bytes = problem.dtype.size();
+    let parts = problem.dtype.size() / bytes;
     let floats = [
         Some(&operands.query),
         Some(&operands.key),
@@ -86,10 +88,10 @@ pub(crate) fn address_type(
         .map(|x| x.handle.size() as usize / bytes)
         .chain(mask.map(|mask| mask.handle.size() as usize))
         .chain([
-            problem.output_shape().iter().product(),
-            rows * problem.head_dim.max(3),
+            parts * problem.output_shape().iter().product::<usize>(),
+            parts * rows * problem.head_dim.max(3),
             // Key and value gradients may share a buffer, with a gap between them.
-            keys * (problem.head_dim + problem.value_dim) + 256,
+            parts * keys * (problem.head_dim + problem.value_dim) + 256,
             problem.bias.map_or(0, |shape| shape.iter().product()),
         ])
         .max()

@@ -52,11 +52,15 @@ fn problem(dims: [usize; 2], dtype: Dtype) -> Problem {
 #[test]
 fn every_dimension_is_served_on_every_device() {
     for mut device in devices() {
-        for copy_async in [true, false] {
+        for (dtype, copy_async) in [
+            (Dtype::BF16, true),
+            (Dtype::BF16, false),
+            (Dtype::F32, true),
+        ] {
             device.copy_async = copy_async;
             for head_dim in 1..=256 {
                 for value_dim in [1, 8, 63, 64, 65, 128, 129, 200, 256] {
-                    let problem = problem([head_dim, value_dim], Dtype::BF16);
+                    let problem = problem([head_dim, value_dim], dtype);
                     let blueprint = plan(&problem, &device).expect("served");
                     let case = format!("{} {head_dim} {value_dim}: {blueprint:?}", device.hardware);
                     for needed in blueprint.shared_memory(&problem) {
@@ -99,15 +103,24 @@ fn two_cubes_share_a_multiprocessor_where_there_is_room() {
     assert_eq!(blueprint.forward, expected);
 }
 
+/// Catches rows of `f32` that are taken for rows of 16-bit numbers.
+#[test]
+fn f32_takes_twice_the_shared_memory() {
+    let device = &devices()[2];
+    let blueprint = plan(&problem([128, 128], Dtype::F32), device).expect("served");
+    let halves = blueprint.shared_memory(&problem([256, 256], Dtype::F16));
+    assert_eq!(
+        blueprint.shared_memory(&problem([128, 128], Dtype::F32)),
+        halves
+    );
+}
+
 /// Catches a problem or device that is taken although an instruction is missing, and a reason that
 /// does not name it.
 #[test]
 fn what_is_missing_is_named() {
     let [mut device, ..] = devices();
     let f16 = problem([64, 64], Dtype::F16);
-    let error = plan(&problem([64, 64], Dtype::F32), &device).unwrap_err();
-    assert_eq!(error, Decline::Dtype { given: Dtype::F32 });
-
     device.mma_shapes.retain(|shape| !shape.contains(" f16"));
     let error = plan(&f16, &device).unwrap_err().to_string();
     assert_eq!(error, "device A100 has no 16x8x16 f16 -> f32");
@@ -117,6 +130,22 @@ fn what_is_missing_is_named() {
     device.ldmatrix.clear();
     let error = plan(&f16, &device).unwrap_err().to_string();
     assert_eq!(error, "device A100 has no ldmatrix of f16");
+
+    let [mut device, ..] = devices();
+    let f32 = problem([64, 64], Dtype::F32);
+    device.mma_shapes.retain(|shape| !shape.contains("bf16"));
+    let error = plan(&f32, &device).unwrap_err().to_string();
+    assert_eq!(error, "device A100 has no 16x8x16 bf16 -> f32");
+
+    let [mut device, ..] = devices();
+    device.copy_async = false;
+    device.compiler = "llvm";
+    let error = plan(&f32, &device).unwrap_err();
+    let expected = Decline::Compiler {
+        device: "A100".to_string(),
+        given: "llvm",
+    };
+    assert_eq!(error, expected);
 
     let [mut device, ..] = devices();
     device.plane_size = (32, 64);

@@ -46,7 +46,7 @@ const BACKENDS: [Backend; 9] = [
     backend(
         "cuda-nvrtc",
         "cuda c++",
-        [&["portable"], &["hopper", "mma", "portable"]],
+        [&["mma", "portable"], &["hopper", "mma", "portable"]],
         [Yes, Yes, Maybe],
     ),
     backend("rocm", "llvm", [&["portable"]; 2], [Yes, Yes, Maybe]),

@@ -1,7 +1,7 @@
 //! Which blocks serve a problem on a device, or why this family does not: a pure function of plain
 //! data.
 
-use super::fragment::{Instructions, pitch};
+use super::fragment::{Instructions, chunks, pitch};
 use super::stage::Staging;
 use crate::device::Device;
 use flash_attention_spec::{Dtype, Problem};
@@ -72,11 +72,13 @@ impl Blueprint {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Decline {
-    /// 16-bit operands only.
-    #[error("{given} operands, expected f16 or bf16")]
-    Dtype {
-        /// The element type.
-        given: Dtype,
+    /// `f32` operands are split in assembly text, which the device's compiler does not take.
+    #[error("device {device} is compiled for by {given}, f32 operands need assembly text")]
+    Compiler {
+        /// The device's name.
+        device: String,
+        /// What kernels are compiled by.
+        given: &'static str,
     },
     /// The device lacks the product, or the load it is fed by.
     #[error("device {device} has no {expected}")]
@@ -118,15 +120,8 @@ pub enum Decline {
 /// [`Decline`] names what the device or the problem lacks.
 pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
     let name = || device.hardware.clone();
-    let element = match problem.dtype {
-        Dtype::F32 => {
-            return Err(Decline::Dtype {
-                given: problem.dtype,
-            });
-        }
-        Dtype::F16 => "f16",
-        Dtype::BF16 => "bf16",
-    };
+    // The parts of `f32` are of the type that its halves pass for.
+    let element = staged_as(problem.dtype);
     // Register layouts are those of NVIDIA's instruction.
     let product = format!("16x8x16 {element} -> f32");
     if !device.mma_shapes.contains(&product) {
@@ -135,7 +130,7 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
             expected: product,
         });
     }
-    if !device.ldmatrix.contains(&problem.dtype) {
+    if !device.ldmatrix.contains(&element) {
         return Err(Decline::Instruction {
             device: name(),
             expected: format!("ldmatrix of {element}"),
@@ -154,6 +149,12 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
         });
     }
     let asynchronous = device.copy_async;
+    if problem.dtype == Dtype::F32 && !asynchronous {
+        return Err(Decline::Compiler {
+            device: name(),
+            given: device.compiler,
+        });
+    }
     let widest = problem.head_dim.max(problem.value_dim);
     let first = |table, shared_memory: fn(&Problem, &Blocks) -> usize| {
         let fits = |cubes: usize| {
@@ -165,9 +166,10 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
         // While one cube waits for its loads or raises powers, another one multiplies.
         fits(2).or_else(|| fits(1))
     };
-    let forward = first(&FORWARD, forward_shared_memory);
-    let query_gradient = first(&QUERY_GRADIENT, query_gradient_shared_memory);
-    let key_value_gradient = first(&KEY_VALUE_GRADIENT, key_value_gradient_shared_memory);
+    let [forward, query_gradient, key_value_gradient] = tables(problem.dtype);
+    let forward = first(forward, forward_shared_memory);
+    let query_gradient = first(query_gradient, query_gradient_shared_memory);
+    let key_value_gradient = first(key_value_gradient, key_value_gradient_shared_memory);
     let (Some(forward), Some(query_gradient), Some(key_value_gradient)) =
         (forward, query_gradient, key_value_gradient)
     else {
@@ -322,6 +324,54 @@ const KEY_VALUE_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
     ),
 ];
 
+/// Blocks for `f32`: rows take twice the shared memory, and a lane holds its operands in parts. A
+/// warp takes its right operands apart by itself, so two row tiles halve that work too.
+const FORWARD_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
+    (
+        64,
+        &[staged_twice(4, 2, 32), blocks(4, 2, 32), blocks(4, 1, 32)],
+        &[],
+    ),
+    (
+        128,
+        &[blocks(4, 2, 32), blocks(4, 1, 32), blocks(4, 1, 16)],
+        &[],
+    ),
+    (
+        256,
+        &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[],
+    ),
+];
+
+const QUERY_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
+    (64, &[blocks(4, 2, 32), blocks(4, 1, 32)], &[]),
+    (
+        128,
+        &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[],
+    ),
+    (256, &[blocks(4, 1, 16), blocks(2, 1, 16)], &[]),
+];
+
+const KEY_VALUE_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
+    (64, &[blocks(4, 2, 32), blocks(4, 1, 32)], &[]),
+    (
+        128,
+        &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[],
+    ),
+    (256, &[blocks(4, 1, 16), blocks(2, 1, 16)], &[]),
+];
+
+/// The tables of an element type: forward, query gradient, key and value gradients.
+const fn tables(dtype: Dtype) -> [&'static Table; 3] {
+    match dtype {
+        Dtype::F32 => [&FORWARD_F32, &QUERY_GRADIENT_F32, &KEY_VALUE_GRADIENT_F32],
+        Dtype::F16 | Dtype::BF16 => [&FORWARD, &QUERY_GRADIENT, &KEY_VALUE_GRADIENT],
+    }
+}
+
 fn candidates(
     widest: usize,
     asynchronous: bool,
@@ -340,9 +390,28 @@ fn smallest(problem: &Problem) -> usize {
         .max(key_value_gradient_shared_memory(problem, &blocks))
 }
 
+/// What tiles are staged as: 16-bit numbers, and `f32` as halves of a type whose values do not matter.
+pub(crate) const fn staged_as(dtype: Dtype) -> Dtype {
+    match dtype {
+        Dtype::F32 => Dtype::BF16,
+        dtype => dtype,
+    }
+}
+
+/// Staged elements of `dim` features.
+const fn staged(dtype: Dtype, dim: usize) -> usize {
+    dim * dtype.size() / staged_as(dtype).size()
+}
+
+/// Distances of two rows of shared tiles: of queries and keys, and of values.
+fn pitches(problem: &Problem) -> (usize, usize) {
+    let of = |dim| pitch(staged(problem.dtype, dim));
+    (of(problem.head_dim), of(problem.value_dim))
+}
+
 /// Bytes of a cube: queries (then outputs), keys, values, flags.
 fn forward_shared_memory(problem: &Problem, blocks: &Blocks) -> usize {
-    let (key, value) = (pitch(problem.head_dim), pitch(problem.value_dim));
+    let (key, value) = pitches(problem);
     let chunks = blocks.owned() * key.max(value) + blocks.stages * blocks.walked * (key + value);
     chunks * 16 + flags(blocks)
 }
@@ -358,8 +427,8 @@ fn key_value_gradient_shared_memory(problem: &Problem, blocks: &Blocks) -> usize
 }
 
 fn gradient_tiles(problem: &Problem, blocks: &Blocks) -> usize {
-    let pitches = pitch(problem.head_dim) + pitch(problem.value_dim);
-    (blocks.owned() + blocks.stages * blocks.walked) * pitches * 16
+    let (key, value) = pitches(problem);
+    (blocks.owned() + blocks.stages * blocks.walked) * (key + value) * 16
 }
 
 /// Flags of the walked rows, with the alignment of what lies beside them.
@@ -373,7 +442,8 @@ pub(crate) struct Config {
     pub blocks: Blocks,
     pub head_dim: usize,
     pub value_dim: usize,
-    /// Elements of a load: 8, 4 or 2, or 1 for rows of any stride.
+    /// Elements of a load: 8, 4 or 2, or 1 for rows of any stride. Halves of `f32` come two at least, and
+    /// two are for rows of any stride.
     pub vector: usize,
     pub capped: bool,
     pub biased: bool,
@@ -381,7 +451,7 @@ pub(crate) struct Config {
     pub negative: bool,
     pub assembly: bool,
     pub asynchronous: bool,
-    pub bf16: bool,
+    pub dtype: Dtype,
 }
 
 impl Config {
@@ -402,7 +472,7 @@ impl Config {
             negative: problem.scale < 0.0,
             assembly: blueprint.assembly,
             asynchronous: blueprint.asynchronous,
-            bf16: problem.dtype == Dtype::BF16,
+            dtype: problem.dtype,
         }
     }
 
@@ -416,16 +486,45 @@ impl Config {
         self.plain() && self.negative
     }
 
-    /// The exponent bits of two elements in a word.
+    /// The exponent bits of the elements in a word.
     pub(crate) const fn exponent(&self) -> u32 {
-        if self.bf16 { 0x7F80_7F80 } else { 0x7C00_7C00 }
+        match self.dtype {
+            Dtype::F32 => 0x7F80_0000,
+            Dtype::F16 => 0x7C00_7C00,
+            Dtype::BF16 => 0x7F80_7F80,
+        }
     }
 
     pub(crate) const fn instructions(&self) -> Instructions {
-        match (self.assembly, self.bf16) {
-            (false, _) => Instructions::Generated,
-            (true, false) => Instructions::AssemblyF16,
-            (true, true) => Instructions::AssemblyBF16,
+        match self.dtype {
+            Dtype::F32 => Instructions::SplitF32,
+            _ if !self.assembly => Instructions::Generated,
+            Dtype::F16 => Instructions::AssemblyF16,
+            Dtype::BF16 => Instructions::AssemblyBF16,
+        }
+    }
+
+    /// Whether tiles are staged as the halves of `f32` numbers.
+    pub(crate) const fn halved(&self) -> bool {
+        matches!(self.dtype, Dtype::F32)
+    }
+
+    /// Staged elements of a row of `dim` features.
+    pub(crate) const fn staged(&self, dim: usize) -> usize {
+        staged(self.dtype, dim)
+    }
+
+    /// Distance of two rows of a shared tile, in chunks.
+    pub(crate) const fn pitch(&self, dim: usize) -> usize {
+        pitch(self.staged(dim))
+    }
+
+    /// Tiles of eight columns that the sums for `dim` features have.
+    pub(crate) const fn tiles(&self, dim: usize) -> usize {
+        if self.halved() {
+            dim.div_ceil(8)
+        } else {
+            chunks(dim)
         }
     }
 
@@ -433,9 +532,10 @@ impl Config {
     pub(crate) const fn staging(&self, rows: usize, dim: usize) -> Staging {
         Staging {
             rows,
-            dim,
+            dim: self.staged(dim),
             units: self.blocks.units(),
             vector: self.vector,
+            halved: self.halved(),
             asynchronous: self.asynchronous && self.vector == 8,
             prefetch: self.blocks.prefetch && self.vector == 8,
         }

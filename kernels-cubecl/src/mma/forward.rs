@@ -3,7 +3,7 @@
 use super::blueprint::Config;
 use super::fragment::{
     Accumulator, CHUNK, Chunk, Pair, Registers, add_weighted_rows, along_columns, along_rows,
-    chunks, dot_products, further, pitch, round_pair, zeros,
+    along_sums, dot_products, further, pitch, round_pair, zeros,
 };
 use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
 use super::softmax::{
@@ -18,17 +18,18 @@ use cubecl::prelude::*;
 /// `[2, batch, heads, seq_q]`: row maximum, and logarithm of the sum of `exp(score - maximum)`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
-pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
+pub(crate) fn forward_kernel<E: Float, B: Float, M: Int, N: Size>(
     query: &Tensor<Vector<E, N>>,
     key: &Tensor<Vector<E, N>>,
     value: &Tensor<Vector<E, N>>,
     mask: ComptimeOption<&Tensor<M>>,
-    bias: ComptimeOption<&Tensor<E>>,
+    bias: ComptimeOption<&Tensor<B>>,
     output: &mut [Vector<E, N>],
     statistics: &mut [f32],
     geometry: Geometry,
     #[comptime] config: Config,
     #[define(E)] _element: ElemType,
+    #[define(B)] _bias_element: ElemType,
     #[define(M)] _mask_element: ElemType,
 ) {
     let blocks = comptime!(config.blocks);
@@ -36,9 +37,9 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
     let block_kv = comptime!(blocks.walked);
     let row_tiles = comptime!(blocks.row_tiles);
     let key_tiles = comptime!(block_kv / 8);
-    let value_tiles = comptime!(chunks(config.value_dim));
-    let key_pitch = comptime!(pitch(config.head_dim));
-    let value_pitch = comptime!(pitch(config.value_dim));
+    let value_tiles = comptime!(config.tiles(config.value_dim));
+    let key_pitch = comptime!(config.pitch(config.head_dim));
+    let value_pitch = comptime!(config.pitch(config.value_dim));
 
     let query_blocks = (geometry.seq_q as usize).div_ceil(block_q);
     let batch_head = CUBE_POS / query_blocks;
@@ -82,7 +83,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
     let instructions = comptime!(config.instructions());
     let query_place = along_rows(&queries, warp_row, key_pitch, instructions);
     let key_place = along_columns(&keys, key_pitch, instructions);
-    let value_place = along_rows(&values, 0usize, value_pitch, instructions);
+    let value_place = along_sums(&values, value_pitch, instructions);
 
     let mut out = zeros(comptime!(row_tiles * value_tiles));
     let mut running = no_statistics(row_tiles);
@@ -219,7 +220,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             first_query: first_query + warp_row as i32,
             first_kv,
         };
-        finish_scores::<E, M>(
+        finish_scores::<B, M>(
             &mut scores,
             position,
             &mask,
@@ -282,7 +283,8 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
             let mut weights = Sequence::<Registers>::new();
             #[unroll]
             for r in 0..row_tiles {
-                weights.push(exponentials::<E>(
+                exponentials::<E>(
+                    &mut weights,
                     &scores,
                     &references,
                     &mut running.sum,
@@ -290,7 +292,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
                     r,
                     comptime!(r * key_tiles + 2 * k),
                     config,
-                ));
+                );
             }
             add_weighted_rows::<E>(
                 &mut out,
@@ -381,17 +383,27 @@ pub(crate) fn share_rows<E: Float>(
 ) {
     let lane = UNIT_POS_PLANE as usize;
     let pairs = tile.as_mut_slice().with_vector_size_mut::<Const<2>>();
+    let tiles = comptime!(config.tiles(dim));
     #[unroll]
     for r in 0..row_tiles {
         #[unroll]
         for half in 0..2usize {
             let row = first + comptime!(16 * r + 8 * half) + lane / 4;
-            let at = row * comptime!(4 * pitch(dim)) + lane % 4;
+            let at = row * comptime!(4 * config.pitch(dim));
             #[unroll]
-            for n in 0..comptime!(chunks(dim)) {
-                let pair = out.index(comptime!(r * chunks(dim) + n))[half];
-                pairs[at + comptime!(4 * n)] =
-                    Pair::<E>::reinterpret(round_pair::<E>(pair, config.instructions()));
+            for n in 0..tiles {
+                let pair = out.index(comptime!(r * tiles + n))[half];
+                if comptime!(config.halved()) {
+                    #[unroll]
+                    for c in 0..2usize {
+                        let word = u32::reinterpret(pair.extract(c));
+                        pairs[at + lane % 4 * 2 + comptime!(8 * n + c)] =
+                            Pair::<E>::reinterpret(word);
+                    }
+                } else {
+                    pairs[at + lane % 4 + comptime!(4 * n)] =
+                        Pair::<E>::reinterpret(round_pair::<E>(pair, config.instructions()));
+                }
             }
         }
     }
@@ -410,6 +422,7 @@ pub(crate) fn store_rows<E: Float, N: Size>(
     #[comptime] dim: usize,
     #[comptime] config: Config,
 ) {
+    let dim = comptime!(config.staged(dim));
     let width = comptime!(dim.div_ceil(CHUNK));
     let units = comptime!(config.blocks.units());
     let vector = comptime!(config.vector);

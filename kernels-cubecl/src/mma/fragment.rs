@@ -5,6 +5,7 @@
 //! eight rows which `ldmatrix` reads together always lie in eight different groups of banks.
 //! Every offset but one base a lane and tile is a constant.
 
+use super::split::{add_split_rows, as_left, split_dot_products};
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
@@ -34,14 +35,14 @@ pub(crate) const fn pitch(dim: usize) -> usize {
 /// The row and chunk that a lane addresses in a 16 x 16 block, for an operand whose rows are the
 /// rows of `A`, or the rows summed over in `B` (loaded transposed).
 #[cube]
-fn lane_along_rows(lane: usize) -> (usize, usize) {
+pub(crate) fn lane_along_rows(lane: usize) -> (usize, usize) {
     (lane % 16, lane / 16)
 }
 
 /// The row and chunk that a lane addresses in a 16 x 16 block of an operand whose rows are the
 /// columns of `B`.
 #[cube]
-fn lane_along_columns(lane: usize) -> (usize, usize) {
+pub(crate) fn lane_along_columns(lane: usize) -> (usize, usize) {
     (lane % 8 + lane / 16 * 8, lane / 8 % 2)
 }
 
@@ -50,7 +51,7 @@ fn lane_along_columns(lane: usize) -> (usize, usize) {
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Place {
     index: usize,
-    address: u32,
+    pub address: u32,
 }
 
 #[cube]
@@ -87,6 +88,27 @@ pub(crate) fn along_columns<E: Float>(
 ) -> Place {
     let (row, chunk) = lane_along_columns(UNIT_POS_PLANE as usize);
     place(tile, row * pitch + chunk, instructions)
+}
+
+/// The lane's place in a tile whose rows are summed over.
+#[cube]
+pub(crate) fn along_sums<E: Float>(
+    tile: &Shared<[Chunk<E>]>,
+    #[comptime] pitch: usize,
+    #[comptime] instructions: Instructions,
+) -> Place {
+    if comptime!(instructions.splits()) {
+        // Rows `2 (l % 4)` and the next are those of the two columns that an accumulator has of a
+        // row; features `l / 4` are the columns of `B`.
+        let lane = UNIT_POS_PLANE as usize;
+        let place = place(tile, lane % 4 * 2 * pitch, instructions);
+        Place {
+            index: place.index,
+            address: place.address + UNIT_POS_PLANE / 4 * 4,
+        }
+    } else {
+        along_rows(tile, 0usize, pitch, instructions)
+    }
 }
 
 /// A 16 x 16 block, `offset` chunks from the lane's place: the four registers of an `A` fragment,
@@ -232,8 +254,26 @@ pub(crate) fn dot_products<E: Float>(
 ) -> Sequence<Accumulator> {
     let mut out = zeros(comptime!(row_tiles * column_tiles));
     let pitch = comptime!(pitch(dim));
+    let steps = comptime!(if instructions.splits() {
+        0
+    } else {
+        dim.div_ceil(16)
+    });
+    if comptime!(instructions.splits()) {
+        split_dot_products(
+            &mut out,
+            a,
+            a_place,
+            b,
+            b_place,
+            row_tiles,
+            column_tiles,
+            dim,
+            instructions,
+        );
+    }
     #[unroll]
-    for k in 0..comptime!(dim.div_ceil(16)) {
+    for k in 0..steps {
         let mut rows = Sequence::<Registers>::new();
         #[unroll]
         for r in 0..row_tiles {
@@ -270,7 +310,7 @@ pub(crate) fn dot_products<E: Float>(
 }
 
 /// Sums of an earlier product as the left operand of the next, rounded to the input type:
-/// `row_tiles x weight_tiles / 2` fragments.
+/// `row_tiles x weight_tiles / 2` fragments, or one of each accumulator where they are split.
 ///
 /// Two accumulators side by side hold what the four registers of an `A` fragment hold: nothing
 /// moves between lanes.
@@ -286,13 +326,21 @@ pub(crate) fn as_weights<E: Float>(
     for r in 0..row_tiles {
         #[unroll]
         for k in 0..comptime!(weight_tiles / 2) {
-            let mut registers = Registers::new(0u32);
-            #[unroll]
-            for n in 0..4usize {
-                let tile = sums.index(comptime!(r * weight_tiles + 2 * k + n / 2));
-                registers.insert(n, round_pair::<E>(tile[comptime!(n % 2)], instructions));
+            if comptime!(instructions.splits()) {
+                #[unroll]
+                for step in 0..2usize {
+                    let tile = sums.index(comptime!(r * weight_tiles + 2 * k + step));
+                    weights.push(as_left(tile[0], tile[1]));
+                }
+            } else {
+                let mut registers = Registers::new(0u32);
+                #[unroll]
+                for n in 0..4usize {
+                    let tile = sums.index(comptime!(r * weight_tiles + 2 * k + n / 2));
+                    registers.insert(n, round_pair::<E>(tile[comptime!(n % 2)], instructions));
+                }
+                weights.push(by_value::<Registers>(registers));
             }
-            weights.push(by_value::<Registers>(registers));
         }
     }
     weights
@@ -316,7 +364,12 @@ pub(crate) fn weighted_sum<E: Float>(
         let mut rows = Sequence::<Registers>::new();
         #[unroll]
         for r in 0..row_tiles {
-            rows.push(*weights.index(comptime!(r * (weight_tiles / 2) + k)));
+            let each = comptime!(instructions.fragments());
+            #[unroll]
+            for step in 0..each {
+                let at = comptime!((r * (weight_tiles / 2) + k) * each + step);
+                rows.push(*weights.index(at));
+            }
         }
         add_weighted_rows(out, &rows, b, b_place, row_tiles, k, dim, instructions);
     }
@@ -335,7 +388,14 @@ pub(crate) fn add_weighted_rows<E: Float>(
     #[comptime] dim: usize,
     #[comptime] instructions: Instructions,
 ) {
-    let column_tiles = comptime!(chunks(dim));
+    let column_tiles = comptime!(if instructions.splits() {
+        0
+    } else {
+        chunks(dim)
+    });
+    if comptime!(instructions.splits()) {
+        add_split_rows(out, rows, b_place, row_tiles, k, dim);
+    }
     #[unroll]
     for n in 0..comptime!(column_tiles / 2) {
         let columns = load_block(
@@ -367,6 +427,8 @@ pub(crate) enum Instructions {
     AssemblyF16,
     /// From assembly text, for `bf16`.
     AssemblyBF16,
+    /// From assembly text, for `f32`, in parts: see [`super::split`].
+    SplitF32,
 }
 
 impl Instructions {
@@ -374,10 +436,20 @@ impl Instructions {
         !matches!(self, Instructions::Generated)
     }
 
+    /// Whether operands are split into parts.
+    pub(crate) const fn splits(self) -> bool {
+        matches!(self, Instructions::SplitF32)
+    }
+
+    /// Left fragments that 16 weights of each row make.
+    const fn fragments(self) -> usize {
+        if self.splits() { 2 } else { 1 }
+    }
+
     const fn element(self) -> &'static str {
         match self {
             Instructions::AssemblyF16 => "f16",
-            Instructions::AssemblyBF16 | Instructions::Generated => "bf16",
+            _ => "bf16",
         }
     }
 }

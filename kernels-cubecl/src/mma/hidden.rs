@@ -5,7 +5,7 @@
 //! shared memory, and added from global memory to those results alone whose weight is not 0.
 
 use super::blueprint::Config;
-use super::fragment::{Accumulator, CHUNK, Chunk, Pair, chunks, pitch};
+use super::fragment::{Accumulator, Chunk, Pair, chunks, pitch};
 use super::softmax::{exponent, power};
 use super::stage::{Rows, Staging};
 use cubecl::prelude::*;
@@ -88,6 +88,7 @@ pub(crate) fn add_flagged_rows<E: Float, N: Size>(
     #[comptime] staging: Staging,
 ) {
     let lane = UNIT_POS_PLANE;
+    let tiles = comptime!(staging.tiles());
     for j in 0..comptime!(weight_tiles * 8) {
         if flags[j] != 0 {
             // The weights of row `j`, from the lane of the four that holds them.
@@ -116,13 +117,13 @@ pub(crate) fn add_flagged_rows<E: Float, N: Size>(
                 }
             }
             #[unroll]
-            for n in 0..comptime!(chunks(staging.dim)) {
-                let feature = comptime!(n * CHUNK) + (lane % 4 * 2) as usize;
+            for n in 0..tiles {
+                let feature = comptime!(n * 8) + (lane % 4 * 2) as usize;
                 let pair = load_pair(x, rows, first_row + j as i32, feature, staging);
                 let (even, odd) = (pair.extract(0usize), pair.extract(1usize));
                 #[unroll]
                 for r in 0..row_tiles {
-                    let tile = out.index_mut(comptime!(r * chunks(staging.dim) + n));
+                    let tile = out.index_mut(comptime!(r * tiles + n));
                     #[unroll]
                     for half in 0..2usize {
                         let weight = row_weights[comptime!(2 * r + half)];
@@ -156,9 +157,17 @@ fn load_pair<E: Float, N: Size>(
     #[comptime] staging: Staging,
 ) -> Pair<f32> {
     let mut pair = Pair::<f32>::new(0.0f32);
-    if row < rows.count && feature < staging.dim {
+    if row < rows.count && feature < comptime!(staging.features()) {
         let at = rows.base + row as usize * rows.stride;
-        if comptime!(staging.vector == 1) {
+        if comptime!(staging.halved) {
+            let numbers = x.as_slice().with_vector_size::<Const<2>>();
+            let first = numbers[(at + feature * rows.step) / 2];
+            pair.insert(0usize, f32::reinterpret(first));
+            if feature + 1 < comptime!(staging.features()) {
+                let second = numbers[(at + (feature + 1) * rows.step) / 2];
+                pair.insert(1usize, f32::reinterpret(second));
+            }
+        } else if comptime!(staging.vector == 1) {
             let first = x[at + feature * rows.step].extract(0usize);
             pair.insert(0usize, f32::cast_from(first));
             if feature + 1 < staging.dim {
@@ -174,7 +183,7 @@ fn load_pair<E: Float, N: Size>(
 }
 
 /// Whether an element has all exponent bits set. `exponent` holds those bits for both halves of a
-/// word.
+/// word, or for a word that is one number.
 #[cube]
 fn has_non_finite<E: Float>(chunk: Chunk<E>, #[comptime] exponent: u32) -> bool {
     let words = Vector::<u32, Const<4>>::reinterpret(chunk);
@@ -184,7 +193,10 @@ fn has_non_finite<E: Float>(chunk: Chunk<E>, #[comptime] exponent: u32) -> bool 
     #[unroll]
     for e in 0..4usize {
         let word = words.extract(e);
-        found = found || (word & low) == low || (word & high) == high;
+        found = found || (word & high) == high;
+        if comptime!(low != 0) {
+            found = found || (word & low) == low;
+        }
     }
     found
 }

@@ -8,7 +8,7 @@
 use super::blueprint::Config;
 use super::forward::{share_rows, store_rows};
 use super::fragment::{
-    Chunk, along_columns, along_rows, as_weights, by_value, chunks, dot_products, further, pitch,
+    Chunk, along_columns, along_rows, along_sums, as_weights, by_value, dot_products, further,
     weighted_sum, zeros,
 };
 use super::gradient::{
@@ -48,12 +48,12 @@ impl Sides {
 /// value `[batch, kv_heads, seq_kv, value_dim]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
-pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
+pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
     query: &Tensor<Vector<E, N>>,
     key: &Tensor<Vector<E, N>>,
     value: &Tensor<Vector<E, N>>,
     mask: ComptimeOption<&Tensor<M>>,
-    bias: ComptimeOption<&Tensor<E>>,
+    bias: ComptimeOption<&Tensor<B>>,
     output_gradient: &Tensor<Vector<E, N>>,
     row_statistics: &[f32],
     key_gradient: &mut [Vector<E, N>],
@@ -62,6 +62,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     #[comptime] sides: Sides,
     #[comptime] config: Config,
     #[define(E)] _element: ElemType,
+    #[define(B)] _bias_element: ElemType,
     #[define(M)] _mask_element: ElemType,
 ) {
     let blocks = comptime!(config.blocks);
@@ -69,10 +70,10 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     let block_q = comptime!(blocks.walked);
     let row_tiles = comptime!(blocks.row_tiles);
     let query_tiles = comptime!(block_q / 8);
-    let key_pitch = comptime!(pitch(config.head_dim));
-    let value_pitch = comptime!(pitch(config.value_dim));
-    let key_columns = comptime!(chunks(config.head_dim));
-    let value_columns = comptime!(chunks(config.value_dim));
+    let key_pitch = comptime!(config.pitch(config.head_dim));
+    let value_pitch = comptime!(config.pitch(config.value_dim));
+    let key_columns = comptime!(config.tiles(config.head_dim));
+    let value_columns = comptime!(config.tiles(config.value_dim));
     let instructions = comptime!(config.instructions());
     let block_of_scores = comptime!(Block {
         row_tiles,
@@ -124,9 +125,9 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     let key_place = along_rows(&keys, warp_row, key_pitch, instructions);
     let value_place = along_rows(&values, warp_row, value_pitch, instructions);
     let query_place = along_columns(&queries, key_pitch, instructions);
-    let query_sum_place = along_rows(&queries, 0usize, key_pitch, instructions);
+    let query_sum_place = along_sums(&queries, key_pitch, instructions);
     let gradient_place = along_columns(&gradients, value_pitch, instructions);
-    let gradient_sum_place = along_rows(&gradients, 0usize, value_pitch, instructions);
+    let gradient_sum_place = along_sums(&gradients, value_pitch, instructions);
 
     // The queries that see some key of the block through the band, in every head of the group.
     let visible = queries_of_block(&geometry, first_kv, block_kv);
@@ -321,7 +322,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
             first_query,
             first_kv: first_kv + warp_row as i32,
         };
-        rebuild_probabilities::<E, M>(
+        rebuild_probabilities::<B, M>(
             &mut probabilities,
             &statistics,
             at_statistics,

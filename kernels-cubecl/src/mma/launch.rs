@@ -1,6 +1,6 @@
 //! Allocation and launches of the register-fragment kernels.
 
-use super::blueprint::{Blocks, Blueprint, Config};
+use super::blueprint::{Blocks, Blueprint, Config, staged_as};
 use super::forward::forward_kernel;
 use super::key_value_gradient::{Sides, key_value_gradient_kernel};
 use super::query_gradient::query_gradient_kernel;
@@ -14,6 +14,7 @@ use crate::schedule::GeometryLaunch;
 use cubecl::ir::{AddressType, ElemType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use cubecl::zspace::Strides;
 use flash_attention_spec::{Problem, Wanted};
 
 /// The output `[batch, heads, seq_q, value_dim]` and the statistics `[2, batch, heads, seq_q]` in
@@ -45,16 +46,17 @@ pub fn attention_forward(
             CubeDim::new_1d(blocks.units() as u32),
             launch.address_type,
             launch.vector,
-            operands.query.into_tensor_arg(),
-            operands.key.into_tensor_arg(),
-            operands.value.into_tensor_arg(),
+            launch.tensor(operands.query),
+            launch.tensor(operands.key),
+            launch.tensor(operands.value),
             optional(&mask),
             optional(&broadcast_bias(problem, operands.bias)),
-            BufferArg::from_raw_parts(output.clone(), rows * problem.value_dim),
+            launch.buffer(output.clone(), rows * problem.value_dim),
             BufferArg::from_raw_parts(statistics.clone(), 2 * rows),
             launch.geometry(),
             launch.config(blocks),
             launch.element,
+            elem_type(problem.dtype),
             mask_element,
         );
     }
@@ -155,17 +157,18 @@ impl Backward<'_> {
                 CubeDim::new_1d(blocks.units() as u32),
                 launch.address_type,
                 launch.vector,
-                operands.query.into_tensor_arg(),
-                operands.key.into_tensor_arg(),
-                operands.value.into_tensor_arg(),
+                launch.tensor(operands.query),
+                launch.tensor(operands.key),
+                launch.tensor(operands.value),
                 optional(&mask),
                 optional(&broadcast_bias(problem, operands.bias)),
-                self.output_gradient.clone().into_tensor_arg(),
+                launch.tensor(self.output_gradient.clone()),
                 BufferArg::from_raw_parts(self.row_statistics.clone(), 3 * self.rows),
-                BufferArg::from_raw_parts(gradient, self.rows * problem.head_dim),
+                launch.buffer(gradient, self.rows * problem.head_dim),
                 launch.geometry(),
                 launch.config(blocks),
                 launch.element,
+                elem_type(problem.dtype),
                 mask_element,
             );
         }
@@ -194,19 +197,20 @@ impl Backward<'_> {
                 CubeDim::new_1d(blocks.units() as u32),
                 launch.address_type,
                 launch.vector,
-                operands.query.into_tensor_arg(),
-                operands.key.into_tensor_arg(),
-                operands.value.into_tensor_arg(),
+                launch.tensor(operands.query),
+                launch.tensor(operands.key),
+                launch.tensor(operands.value),
                 optional(&mask),
                 optional(&broadcast_bias(problem, operands.bias)),
-                self.output_gradient.clone().into_tensor_arg(),
+                launch.tensor(self.output_gradient.clone()),
                 BufferArg::from_raw_parts(self.row_statistics.clone(), 3 * self.rows),
-                BufferArg::from_raw_parts(key, key_elements),
-                BufferArg::from_raw_parts(value, value_elements),
+                launch.buffer(key, key_elements),
+                launch.buffer(value, value_elements),
                 launch.geometry(),
                 sides,
                 launch.config(blocks),
                 launch.element,
+                elem_type(problem.dtype),
                 mask_element,
             );
         }
@@ -218,8 +222,12 @@ struct Launch<'a> {
     client: &'a Client,
     problem: &'a Problem,
     blueprint: &'a Blueprint,
+    /// Staged elements of a load.
     vector: usize,
+    /// Staged elements of a number: `f32` is staged as two halves, of a type whose values do not matter.
+    parts: usize,
     address_type: AddressType,
+    /// Type of a staged element.
     element: ElemType,
 }
 
@@ -238,8 +246,10 @@ impl<'a> Launch<'a> {
             Some(&operands.value),
             output_gradient,
         ];
+        // Of whole numbers, 16 bytes at most.
         let vector = [8, 4, 2]
             .into_iter()
+            .filter(|vector| vector * bytes <= 16)
             .find(|&vector| {
                 problem.head_dim.is_multiple_of(vector)
                     && problem.value_dim.is_multiple_of(vector)
@@ -249,18 +259,37 @@ impl<'a> Launch<'a> {
                         .all(|x| in_vectors(x, vector, bytes))
             })
             .unwrap_or(1);
+        let staged = staged_as(problem.dtype);
+        let parts = bytes / staged.size();
         Self {
             client,
             problem,
             blueprint,
-            vector,
-            address_type: address_type(problem, operands, output_gradient),
-            element: elem_type(problem.dtype),
+            vector: parts * vector,
+            parts,
+            address_type: address_type(problem, staged.size(), operands, output_gradient),
+            element: elem_type(staged),
         }
     }
 
     fn config(&self, blocks: Blocks) -> Config {
         Config::of(self.problem, self.blueprint, blocks, self.vector)
+    }
+
+    /// An operand, in staged elements.
+    fn tensor(&self, x: TensorBinding) -> TensorArg {
+        let scaled = |sizes: &[usize]| sizes.iter().map(|n| n * self.parts).collect::<Vec<_>>();
+        let strides = Strides::new(&scaled(&x.strides));
+        TensorBinding { strides, ..x }.into_tensor_arg()
+    }
+
+    /// A packed result of `numbers`, in staged elements.
+    ///
+    /// # Safety
+    /// The handle has to hold that many.
+    unsafe fn buffer(&self, handle: Handle, numbers: usize) -> BufferArg {
+        // SAFETY: the caller's.
+        unsafe { BufferArg::from_raw_parts(handle, numbers * self.parts) }
     }
 
     fn count(&self, cubes: usize) -> CubeCount {

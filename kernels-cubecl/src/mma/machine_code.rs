@@ -1,6 +1,6 @@
 //! The register-fragment kernels as the test `machine_code` reads them.
 
-use super::blueprint::{Blocks, Blueprint, Config, plan};
+use super::blueprint::{Blocks, Blueprint, Config, plan, staged_as};
 use super::forward::forward_kernel;
 use super::key_value_gradient::{Sides, key_value_gradient_kernel};
 use super::query_gradient::query_gradient_kernel;
@@ -56,6 +56,9 @@ fn of_device(device: &Device) -> Vec<Specimen> {
             }
         };
         add(Options::NONE, Dtype::BF16, 8);
+        if device.copy_async {
+            add(Options::NONE, Dtype::F32, 8);
+        }
         if device.copy_async && HEADS_WITH_OPTIONS.contains(&dim) {
             add(Options::ALL, Dtype::BF16, 8);
         }
@@ -63,6 +66,8 @@ fn of_device(device: &Device) -> Vec<Specimen> {
             add(Options::NONE, Dtype::F16, 8);
             add(Options::NONE, Dtype::BF16, 1);
             add(Options::MASK, Dtype::BF16, 8);
+            add(Options::ALL, Dtype::F32, 8);
+            add(Options::NONE, Dtype::F32, 2);
         }
     }
     all
@@ -137,6 +142,7 @@ fn forward(
         offline.geometry(),
         config.vector,
         config,
+        elem_type(staged_as(dtype)),
         elem_type(dtype),
         ElemType::UInt(UIntKind::U8),
     ))
@@ -158,6 +164,7 @@ fn query(offline: &mut Offline, config: Config, masked: bool, dtype: Dtype) -> B
         offline.geometry(),
         config.vector,
         config,
+        elem_type(staged_as(dtype)),
         elem_type(dtype),
         ElemType::UInt(UIntKind::U8),
     ))
@@ -187,6 +194,7 @@ fn key_value(
         config.vector,
         sides,
         config,
+        elem_type(staged_as(dtype)),
         elem_type(dtype),
         ElemType::UInt(UIntKind::U8),
     ))

@@ -32,6 +32,9 @@
 //! Nothing is added by atomics: every result is reproducible bit for bit, at the price of two products
 //! more than a single kernel with atomics has.
 //!
+//! `f32` operands go through the same kernels in three parts each, which [`split`] explains, by the
+//! generator that takes assembly text.
+//!
 //! One source for both of CubeCL's CUDA generators. Where asynchronous copies are missing a block
 //! waits in registers while the one before it is worked on. Shared tiles have an odd pitch of
 //! 16-byte chunks instead of a swizzle: as free of bank conflicts, and every offset is a constant.
@@ -47,6 +50,7 @@ mod launch;
 mod machine_code;
 mod query_gradient;
 mod softmax;
+mod split;
 mod stage;
 
 pub use blueprint::{Blocks, Blueprint, Decline, forward_variants, plan};

@@ -3,8 +3,8 @@
 use super::blueprint::Config;
 use super::forward::{share_rows, store_rows};
 use super::fragment::{
-    Chunk, along_columns, along_rows, as_weights, chunks, dot_products, further, pitch,
-    weighted_sum, zeros,
+    Chunk, along_columns, along_rows, along_sums, as_weights, dot_products, further, weighted_sum,
+    zeros,
 };
 use super::gradient::{
     Block, keep_dots, load_statistics, rebuild_probabilities, scale_all, score_gradients,
@@ -19,18 +19,19 @@ use cubecl::prelude::*;
 /// Writes the gradient of the query, packed, `[batch, heads, seq_q, head_dim]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::too_many_arguments)]
-pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
+pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
     query: &Tensor<Vector<E, N>>,
     key: &Tensor<Vector<E, N>>,
     value: &Tensor<Vector<E, N>>,
     mask: ComptimeOption<&Tensor<M>>,
-    bias: ComptimeOption<&Tensor<E>>,
+    bias: ComptimeOption<&Tensor<B>>,
     output_gradient: &Tensor<Vector<E, N>>,
     row_statistics: &[f32],
     query_gradient: &mut [Vector<E, N>],
     geometry: Geometry,
     #[comptime] config: Config,
     #[define(E)] _element: ElemType,
+    #[define(B)] _bias_element: ElemType,
     #[define(M)] _mask_element: ElemType,
 ) {
     let blocks = comptime!(config.blocks);
@@ -38,8 +39,8 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
     let block_kv = comptime!(blocks.walked);
     let row_tiles = comptime!(blocks.row_tiles);
     let key_tiles = comptime!(block_kv / 8);
-    let key_pitch = comptime!(pitch(config.head_dim));
-    let value_pitch = comptime!(pitch(config.value_dim));
+    let key_pitch = comptime!(config.pitch(config.head_dim));
+    let value_pitch = comptime!(config.pitch(config.value_dim));
     let instructions = comptime!(config.instructions());
     let block_of_scores = comptime!(Block {
         row_tiles,
@@ -88,7 +89,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
     let query_place = along_rows(&queries, warp_row, key_pitch, instructions);
     let gradient_place = along_rows(&gradients, warp_row, value_pitch, instructions);
     let key_place = along_columns(&keys, key_pitch, instructions);
-    let key_sum_place = along_rows(&keys, 0usize, key_pitch, instructions);
+    let key_sum_place = along_sums(&keys, key_pitch, instructions);
     let value_place = along_columns(&values, value_pitch, instructions);
 
     let visible = keys_of_block(&geometry, first_query, block_q);
@@ -130,7 +131,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
         }
     }
 
-    let mut out = zeros(comptime!(row_tiles * chunks(config.head_dim)));
+    let mut out = zeros(comptime!(row_tiles * config.tiles(config.head_dim)));
     if comptime!(ahead) && first_block < end_block {
         let first_kv = (first_block * block_kv) as i32;
         issue(
@@ -246,7 +247,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
             first_query: first_query + warp_row as i32,
             first_kv,
         };
-        rebuild_probabilities::<E, M>(
+        rebuild_probabilities::<B, M>(
             &mut probabilities,
             &statistics,
             warp_row,
@@ -326,7 +327,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
     scale_all(
         &mut out,
         geometry.scale,
-        comptime!(row_tiles * chunks(config.head_dim)),
+        comptime!(row_tiles * config.tiles(config.head_dim)),
     );
     share_rows::<E>(
         &out,

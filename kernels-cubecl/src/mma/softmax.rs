@@ -7,6 +7,7 @@
 
 use super::blueprint::Config;
 use super::fragment::{Accumulator, Pair, Registers, by_value, round_pair};
+use super::split::as_left;
 use crate::rounding::{separate, unscaled};
 use crate::schedule::Geometry;
 use crate::score::{
@@ -79,7 +80,7 @@ fn from_lane(x: f32, #[comptime] lanes: u32, #[comptime] assembly: bool) -> f32 
 
 /// Whether `x` holds in any lane of the warp.
 #[cube]
-fn in_any_lane(x: bool, #[comptime] assembly: bool) -> bool {
+pub(crate) fn in_any_lane(x: bool, #[comptime] assembly: bool) -> bool {
     if comptime!(assembly) {
         let x = by_value::<u32>(select(x, 1u32, 0u32));
         let y: u32;
@@ -349,10 +350,12 @@ pub(crate) fn exponent(value: f32, reference: f32, factor: f32, #[comptime] conf
     }
 }
 
-/// The probabilities of two neighbouring column tiles against the maximum, unscaled, as the
+/// Pushes the probabilities of two neighbouring column tiles against the maximum, unscaled, as the
 /// weights of a row tile; their sum goes into the statistics before they are rounded.
 #[cube]
+#[allow(clippy::too_many_arguments)]
 pub(crate) fn exponentials<E: Float>(
+    weights: &mut Sequence<Registers>,
     scores: &Sequence<Accumulator>,
     references: &Array<f32>,
     sums: &mut Array<f32>,
@@ -360,8 +363,9 @@ pub(crate) fn exponentials<E: Float>(
     #[comptime] row_tile: usize,
     #[comptime] first_tile: usize,
     #[comptime] config: Config,
-) -> Registers {
+) {
     let mut registers = Registers::new(0u32);
+    let mut pairs = Sequence::<Pair<f32>>::new();
     #[unroll]
     for n in 0..4usize {
         let row = comptime!(2 * row_tile + n % 2);
@@ -374,9 +378,18 @@ pub(crate) fn exponentials<E: Float>(
         }
         // In pairs first: a shorter chain of sums.
         sums[row] += pair.extract(0usize) + pair.extract(1usize);
-        registers.insert(n, round_pair::<E>(pair, config.instructions()));
+        if comptime!(config.halved()) {
+            pairs.push(by_value::<Pair<f32>>(pair));
+        } else {
+            registers.insert(n, round_pair::<E>(pair, config.instructions()));
+        }
     }
-    by_value::<Registers>(registers)
+    if comptime!(config.halved()) {
+        weights.push(as_left(*pairs.index(0usize), *pairs.index(1usize)));
+        weights.push(as_left(*pairs.index(2usize), *pairs.index(3usize)));
+    } else {
+        weights.push(by_value::<Registers>(registers));
+    }
 }
 
 /// What a row's statistics come to.

@@ -48,6 +48,8 @@ pub(crate) struct Staging {
     pub units: usize,
     /// Elements of a load.
     pub vector: usize,
+    /// Whether elements are the halves of `f32` numbers, which stay together.
+    pub halved: bool,
     /// By asynchronous copies.
     pub asynchronous: bool,
     /// Through registers, ahead of time.
@@ -64,6 +66,20 @@ impl Staging {
     /// Chunks of the tile.
     pub(crate) const fn chunks(&self) -> usize {
         self.rows * chunks(self.dim)
+    }
+
+    /// Features of a row, whole.
+    pub(crate) const fn features(&self) -> usize {
+        if self.halved { self.dim / 2 } else { self.dim }
+    }
+
+    /// Tiles of eight features that the sums over its rows have.
+    pub(crate) const fn tiles(&self) -> usize {
+        if self.halved {
+            self.features().div_ceil(8)
+        } else {
+            chunks(self.dim)
+        }
     }
 
     /// Chunks of a unit.
@@ -89,9 +105,10 @@ fn load_chunk<E: Float, N: Size>(
     rows: Rows,
     row: i32,
     chunk: usize,
-    #[comptime] dim: usize,
-    #[comptime] vector: usize,
+    #[comptime] staging: Staging,
 ) -> Chunk<E> {
+    let dim = comptime!(staging.dim);
+    let vector = comptime!(staging.vector);
     let mut loaded = Chunk::<E>::new(E::from_int(0));
     let first = chunk * CHUNK;
     if row < rows.count && first < dim {
@@ -104,7 +121,11 @@ fn load_chunk<E: Float, N: Size>(
                 if comptime!(vector == 1) {
                     loaded.insert(part, x[at + feature * rows.step].extract(0usize));
                 } else {
-                    let read = x[(at + feature) / vector];
+                    let mut place = feature;
+                    if comptime!(staging.halved && vector == 2) {
+                        place = feature / 2 * rows.step;
+                    }
+                    let read = x[(at + place) / vector];
                     #[unroll]
                     for e in 0..vector {
                         loaded.insert(comptime!(part * vector + e), read.extract(e));
@@ -244,8 +265,7 @@ fn own_chunk<E: Float, N: Size>(
         rows,
         first_row + (index / width) as i32,
         index % width,
-        staging.dim,
-        staging.vector,
+        staging,
     )
 }
 

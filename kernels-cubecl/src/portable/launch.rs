@@ -293,7 +293,7 @@ impl<'a> Launch<'a> {
                 capped: problem.softcap.is_some(),
                 long: false,
             },
-            address_type: address_type(problem, operands, output_gradient),
+            address_type: address_type(problem, problem.dtype.size(), operands, output_gradient),
             element: elem_type(problem.dtype),
         }
     }
