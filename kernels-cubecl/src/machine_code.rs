@@ -116,6 +116,10 @@ impl Options {
         mask: true,
         ..Self::NONE
     };
+    pub(crate) const BIAS: Self = Self {
+        bias: true,
+        ..Self::NONE
+    };
     pub(crate) const SOFTCAP: Self = Self {
         softcap: true,
         ..Self::NONE

@@ -57,6 +57,8 @@ fn forms(dims: [usize; 2]) -> &'static [(Options, Dtype)] {
         (Options::ALL, Dtype::BF16),
         (Options::NONE, Dtype::F16),
         (Options::SOFTCAP, Dtype::BF16),
+        (Options::BIAS, Dtype::BF16),
+        (Options::MASK, Dtype::BF16),
     ];
     if dims[0] == HEADS_OF_EVERY_FORM {
         all

@@ -465,7 +465,7 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
         if comptime!(with_query) {
             if n > 0 {
                 let other = 1 - stage;
-                barrier_wait(scores_full + other * 8, ((n + 1) / 2 + 1) % 2);
+                barrier_wait(scores_full + other * 8, (n.div_ceil(2) + 1) % 2);
                 if warpgroup < comptime!(tiles as u32) {
                     let scores = score_address
                         + other * comptime!(blueprint.score_stage() as u32)

@@ -93,7 +93,7 @@ pub(crate) fn statistics_kernel<E: Float, N: Size, Q: Size>(
     if comptime!(width > 0) {
         // A counter for each tile of 64 by 64; the last counts the cubes.
         let tiles = comptime!(width / 64);
-        if chunk == 0 && place % 64 == 0 && place < heads * padded {
+        if chunk == 0 && place.is_multiple_of(64) && place < heads * padded {
             #[unroll]
             for n in 0..tiles {
                 turns[place / 64 * tiles + n] = 0u32;
