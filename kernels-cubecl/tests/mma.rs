@@ -168,3 +168,25 @@ fn what_is_missing_is_named() {
         assert!(matches!(error, Decline::Scale { .. }), "{scale}");
     }
 }
+
+/// Catches sums of `f32` in a single accumulator where they are too long for it, by rows and, through the
+/// group of heads that reads a key, by columns.
+#[test]
+fn long_sums_of_f32_are_declined() {
+    let [device, ..] = devices();
+    let long = |seq_q, seq_kv, dtype| {
+        let mut problem = problem([64, 64], dtype);
+        (problem.seq_q, problem.seq_kv) = (seq_q, seq_kv);
+        plan(&problem, &device)
+    };
+    let error = long(5, 131_073, Dtype::F32).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "a sum of f32 has 131073 terms, expected at most 131072"
+    );
+    assert!(long(5, 131_072, Dtype::F32).is_ok());
+    // Two query heads read each key head.
+    assert!(long(65_536, 5, Dtype::F32).is_ok());
+    assert!(long(65_537, 5, Dtype::F32).is_err());
+    assert!(long(131_073, 131_073, Dtype::BF16).is_ok());
+}

@@ -80,6 +80,14 @@ pub enum Decline {
         /// What kernels are compiled by.
         given: &'static str,
     },
+    /// `f32` sums over more terms than one accumulator adds within its bound of error.
+    #[error("a sum of f32 has {given} terms, expected at most {expected}")]
+    Long {
+        /// Terms of the longest sum.
+        given: usize,
+        /// Terms that a sum may have.
+        expected: usize,
+    },
     /// The device lacks the product, or the load it is fed by.
     #[error("device {device} has no {expected}")]
     Instruction {
@@ -113,6 +121,10 @@ pub enum Decline {
         expected: usize,
     },
 }
+
+/// Terms of a sum of `f32`, of which 16 at a time are added to its accumulator: rounding errors grow with
+/// the root of the additions, and these many stay at half of what `f32` may be off by.
+const LONGEST_F32: usize = 1 << 17;
 
 /// The blueprint of `problem` on `device`.
 ///
@@ -153,6 +165,13 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
         return Err(Decline::Compiler {
             device: name(),
             given: device.compiler,
+        });
+    }
+    let terms = problem.seq_kv.max(problem.seq_q * problem.group());
+    if problem.dtype == Dtype::F32 && terms > LONGEST_F32 {
+        return Err(Decline::Long {
+            given: terms,
+            expected: LONGEST_F32,
         });
     }
     let widest = problem.head_dim.max(problem.value_dim);
