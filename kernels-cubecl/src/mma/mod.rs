@@ -32,7 +32,7 @@
 //! Nothing is added by atomics: every result is reproducible bit for bit, at the price of two products
 //! more than a single kernel with atomics has.
 //!
-//! `f32` operands go through the same kernels in three parts each, which [`split`] explains, by the
+//! `f32` operands go through the same kernels in three parts each, which `split.rs` explains, by the
 //! generator that takes assembly text.
 //!
 //! One source for both of CubeCL's CUDA generators. Where asynchronous copies are missing a block
