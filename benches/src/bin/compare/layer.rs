@@ -26,9 +26,6 @@ pub struct Layer {
     contract: Tensor<2>,
 }
 
-/// Output and gradient of the input, both `[batch, 1, seq, hidden]`.
-pub type Step = [Tensor<4>; 2];
-
 impl Layer {
     /// Weights from `draw`, which gives numbers of variance 1 in a shape.
     pub fn new(workload: &Workload, mut draw: impl FnMut([usize; 4]) -> Tensor<4>) -> Self {
@@ -39,17 +36,15 @@ impl Layer {
             drawn / (inputs as f64).sqrt()
         };
         Self {
-            query_key_value: weights(
-                hidden,
-                (workload.heads + 2 * workload.kv_heads) * workload.head_dim,
-            ),
+            query_key_value: weights(hidden, workload.projected()),
             output: weights(hidden, hidden),
             expand: weights(hidden, 4 * hidden),
             contract: weights(4 * hidden, hidden),
         }
     }
 
-    /// One step on `x`, with the gradient of the loss with respect to the output.
+    /// One step on `x`, with the gradient of the loss with respect to the output: the results in the
+    /// order of [`Workload::outputs`]. The weights stay, so that every call starts from the same.
     ///
     /// `attend` is the attention of `[batch, heads, seq, head_dim]`.
     pub fn step(
@@ -58,7 +53,7 @@ impl Layer {
         x: &Tensor<4>,
         output_gradient: &Tensor<4>,
         attend: impl FnOnce(Tensor<4>, Tensor<4>, Tensor<4>) -> Outcome<Tensor<4>>,
-    ) -> Outcome<Step> {
+    ) -> Outcome<Vec<Tensor<4>>> {
         let weights = [
             &self.query_key_value,
             &self.output,
@@ -91,14 +86,15 @@ impl Layer {
         let y = middle + times(wide, contract);
 
         let gradients = (y.clone() * output_gradient.clone().autodiff()).backward();
-        let missing = "a weight has no gradient";
-        for weight in weights {
-            let gradient = weight.grad(&gradients).ok_or(missing)?;
-            // The step itself: its result is dropped, so that every call starts from the same weights.
-            let _stepped = weight.without_autodiff() - gradient * LEARNING_RATE;
-        }
         let input_gradient = x.grad(&gradients).ok_or("the input has no gradient")?;
-        Ok([y.without_autodiff(), input_gradient])
+        let mut results = vec![y.without_autodiff(), input_gradient];
+        for weight in weights {
+            let gradient = weight.grad(&gradients).ok_or("a weight has no gradient")?;
+            let stepped = weight.without_autodiff() - gradient * LEARNING_RATE;
+            let [inputs, outputs] = stepped.dims();
+            results.push(stepped.reshape([1, 1, inputs, outputs]));
+        }
+        Ok(results)
     }
 }
 

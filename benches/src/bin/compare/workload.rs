@@ -111,16 +111,29 @@ impl Workload {
         self.heads * self.head_dim
     }
 
+    /// Width of a layer's query, key and value together.
+    pub fn projected(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
     /// Shape of a layer's input, its output and the gradients of both.
     pub fn layer_shape(&self) -> [usize; 4] {
         [self.batch, 1, self.seq, self.hidden()]
     }
 
     /// What a call computes, in this order: the output, then the gradients of a training pass; of a
-    /// layer, its output and the gradient of its input.
+    /// layer, its output, the gradient of its input and the weights after the step.
     pub fn outputs(&self) -> Vec<(&'static str, [usize; 4])> {
         if self.pass == Pass::Layer {
-            return vec![("y", self.layer_shape()), ("dx", self.layer_shape())];
+            let hidden = self.hidden();
+            return vec![
+                ("y", self.layer_shape()),
+                ("dx", self.layer_shape()),
+                ("w_qkv", [1, 1, hidden, self.projected()]),
+                ("w_o", [1, 1, hidden, hidden]),
+                ("w_expand", [1, 1, hidden, 4 * hidden]),
+                ("w_contract", [1, 1, 4 * hidden, hidden]),
+            ];
         }
         let mut outputs = vec![("o", self.query_shape())];
         if self.pass == Pass::Training {
@@ -153,8 +166,7 @@ impl Workload {
         }
         // Each weight is multiplied once forward and twice backward.
         let hidden = self.hidden() as f64;
-        let key_value = (2 * self.kv_heads * self.head_dim) as f64;
-        let weights = hidden * (hidden + key_value) + 9.0 * hidden * hidden;
+        let weights = hidden * self.projected() as f64 + 9.0 * hidden * hidden;
         attention + 6.0 * weights * (self.batch * self.seq) as f64
     }
 }
