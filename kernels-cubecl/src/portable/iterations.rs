@@ -24,18 +24,25 @@ pub(crate) fn most_iterations(problem: &Problem, tile: Tile, key_value_together:
         false => value_part.max(key_part),
     };
     let key_value = problem.group() as u128 * (1 + query_blocks * (1 + scores + parts));
-    let bias = problem.bias.map_or(0, |[batch, heads, seq_q, seq_kv]| {
-        let over = |shape: usize, whole: usize| if shape == 1 { whole as u128 } else { 1 };
-        let outer = over(batch, problem.batch) * over(heads, problem.heads);
-        let rows = if seq_q == 1 { query_blocks } else { 1 };
-        let columns = if seq_kv == 1 { key_blocks } else { 1 };
+    let bias = problem.bias.map_or(0, |shape| {
+        let summed = tile.summed_blocks(problem, shape);
+        let [batches, heads, rows, columns] = summed.map(|n| n as u128);
         let last = tile.block_q() * (tile.row_quads() + 1);
-        outer * (2 + rows * (1 + columns * (1 + both))) + last as u128
+        batches * heads * (2 + rows * (1 + columns * (1 + both))) + last as u128
     });
     forward.max(query).max(key_value).max(bias)
 }
 
 impl Tile {
+    /// Batches, heads, query blocks and key blocks whose scores a block of a bias of that `shape` is
+    /// added to.
+    pub(crate) fn summed_blocks(&self, problem: &Problem, shape: [usize; 4]) -> [usize; 4] {
+        let query_blocks = problem.seq_q.div_ceil(self.block_q());
+        let key_blocks = problem.seq_kv.div_ceil(self.block_kv());
+        let all = [problem.batch, problem.heads, query_blocks, key_blocks];
+        std::array::from_fn(|n| if shape[n] == 1 { all[n] } else { 1 })
+    }
+
     /// Loads of a unit that shares `quads` with the others of its cube.
     fn loads(&self, quads: usize) -> u128 {
         1 + quads.div_ceil(self.units() as usize) as u128

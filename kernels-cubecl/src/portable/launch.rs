@@ -349,13 +349,7 @@ impl<'a> Launch<'a> {
         let [batch, heads, seq_q, seq_kv] = shape;
         let cubes =
             batch * heads * seq_q.div_ceil(tile.block_q()) * seq_kv.div_ceil(tile.block_kv());
-        let queries = seq_q == 1 && problem.seq_q != 1;
-        let keys = seq_kv == 1 && problem.seq_kv != 1;
-        let over = |summed: bool, n: usize| if summed { n } else { 1 };
-        let blocks = over(batch == 1, problem.batch)
-            * over(heads == 1, problem.heads)
-            * over(queries, problem.seq_q.div_ceil(tile.block_q()))
-            * over(keys, problem.seq_kv.div_ceil(tile.block_kv()));
+        let summed = tile.summed_blocks(problem, shape);
         // SAFETY: the kernel reads rows and positions of the problem only, through the operands'
         // strides, and writes each element of the packed gradient once.
         unsafe {
@@ -375,8 +369,11 @@ impl<'a> Launch<'a> {
                 BufferArg::from_raw_parts(gradient, shape.iter().product()),
                 self.geometry(),
                 BiasShapeLaunch::new(batch, heads, seq_q, seq_kv),
-                BiasBroadcast { queries, keys },
-                self.summing(blocks),
+                BiasBroadcast {
+                    queries: seq_q == 1 && problem.seq_q != 1,
+                    keys: seq_kv == 1 && problem.seq_kv != 1,
+                },
+                self.summing(summed.iter().product()),
                 self.element,
                 bound.mask_element,
             );
