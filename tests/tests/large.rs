@@ -4,7 +4,7 @@ use burn::tensor::{DType, Distribution, Tensor};
 use burn_flash_attention::{
     AttentionError, AttentionOptions, DeviceReport, Dtype, burn_dtype, explain, try_flash_attention,
 };
-use flash_attention_check::sampled::{Head, key_gradients, rows};
+use flash_attention_check::sampled::{Head, RelativeError, bounds, key_gradients, rows};
 use flash_attention_spec::reference::{Inputs, backward};
 use flash_attention_spec::{Operand, Operands, Options, Problem};
 use flash_attention_tests::{full_grid, selected_devices, uniform};
@@ -40,16 +40,6 @@ impl Shape {
             bias: None,
         };
         Problem::new(&operands, &Options::default()).expect("a valid problem")
-    }
-}
-
-/// Relative errors of an output and a gradient: those of the rule in `f32`; else two and four
-/// roundings of the type.
-fn limits(dtype: Dtype) -> [f64; 2] {
-    match dtype {
-        Dtype::F32 => [5e-6, 2e-5],
-        Dtype::F16 => [2f64.powi(-10), 2f64.powi(-9)],
-        Dtype::BF16 => [2f64.powi(-7), 2f64.powi(-6)],
     }
 }
 
@@ -99,7 +89,7 @@ fn check(
         taken
     };
     let (queries, keys) = (spread(shape.seq_q), spread(shape.seq_kv));
-    let [output_limit, gradient_limit] = limits(dtype);
+    let [output_limit, gradient_limit] = bounds(dtype);
     for &(batch, head) in samples {
         let [q, k, v] = [&query, &key, &value].map(|x| head_of(x, batch, head));
         let ones = || vec![1.0; shape.seq_q * shape.dim];
@@ -117,14 +107,11 @@ fn check(
         let exact_keys = key_gradients(&problem, &[operands], &keys);
         let compare = |name: &str, got: &Tensor<4>, at: &[usize], exact: Vec<&[f64]>, limit| {
             let got = head_of(got, batch, head);
-            let (mut error, mut size) = (0.0, 0.0);
+            let mut error = RelativeError::default();
             for (&at, exact) in at.iter().zip(exact) {
-                for (n, exact) in exact.iter().enumerate() {
-                    error += (f64::from(got[at * shape.dim + n]) - exact).powi(2);
-                    size += exact.powi(2);
-                }
+                error.add(&got[at * shape.dim..], exact);
             }
-            let relative = (error / size).sqrt();
+            let relative = error.relative();
             assert!(
                 relative <= limit,
                 "{} {dtype}, batch {batch}, head {head}: {name} is off by {relative:.1e}, at most \
@@ -252,14 +239,12 @@ fn a_bias_over_many_heads() {
             let got = numbers(bias.grad(&gradients).expect("a gradient"));
             let inputs = Inputs::new(&q, &k, &v).bias(b.as_slice());
             let exact = backward(&problem, &inputs, &g, None).bias.unwrap();
-            let pairs = got.iter().zip(&exact);
-            let error: f64 = pairs
-                .map(|(got, exact)| (f64::from(*got) - exact).powi(2))
-                .sum();
-            let size: f64 = exact.iter().map(|x| x * x).sum();
-            let relative = (error / size).sqrt();
+            assert_eq!(got.len(), exact.len());
+            let mut error = RelativeError::default();
+            error.add(&got, &exact);
+            let relative = error.relative();
             assert!(
-                relative <= 2e-5,
+                relative <= bounds(Dtype::F32)[1],
                 "{}: dbias is off by {relative:.1e}",
                 report.name
             );

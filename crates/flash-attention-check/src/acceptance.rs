@@ -20,6 +20,12 @@ use flash_attention_spec::Dtype;
 use half::{bf16, f16};
 use std::fmt;
 
+/// Largest relative Frobenius error of an output in `f32`.
+pub(crate) const F32_OUTPUT: f64 = 5e-6;
+
+/// Largest relative Frobenius error of a gradient in `f32`.
+pub(crate) const F32_GRADIENT: f64 = 2e-5;
+
 /// Which of the rule's figures apply to an output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Quantity {
@@ -217,8 +223,8 @@ pub fn vanishes(exact: &[f64], naive: &[f64]) -> bool {
 fn frobenius_limit(judged: &Judged) -> Option<f64> {
     match (judged.dtype, judged.quantity) {
         _ if vanishes(judged.exact, judged.naive) => None,
-        (Dtype::F32, Quantity::Output) => Some(5e-6),
-        (Dtype::F32, Quantity::Gradient) => Some(2e-5),
+        (Dtype::F32, Quantity::Output) => Some(F32_OUTPUT),
+        (Dtype::F32, Quantity::Gradient) => Some(F32_GRADIENT),
         _ => None,
     }
 }

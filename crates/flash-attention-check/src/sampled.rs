@@ -9,7 +9,8 @@
 //! softmax is the plain one, and rows are shared out over the processor's threads. Nothing of size
 //! `seq_q * seq_kv` is held.
 
-use flash_attention_spec::Problem;
+use crate::acceptance::{F32_GRADIENT, F32_OUTPUT};
+use flash_attention_spec::{Dtype, Problem};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -50,6 +51,60 @@ pub struct KeyGradients {
     pub key: Vec<f64>,
     /// `[value_dim]`.
     pub value: Vec<f64>,
+}
+
+/// How far samples lie from what they should be, relative to its size:
+/// `sqrt(sum (got - exact)^2 / sum exact^2)`.
+///
+/// ```
+/// use flash_attention_check::sampled::RelativeError;
+///
+/// let mut error = RelativeError::default();
+/// error.add(&[3.0, 4.5], &[3.0, 4.0]);
+/// assert_eq!(error.relative(), 0.1);
+/// ```
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RelativeError {
+    difference: f64,
+    size: f64,
+}
+
+impl RelativeError {
+    /// Adds as many numbers as the shorter of the two has.
+    pub fn add(&mut self, got: &[f32], exact: &[f64]) {
+        for (got, exact) in got.iter().zip(exact) {
+            self.difference += (f64::from(*got) - exact).powi(2);
+            self.size += exact.powi(2);
+        }
+    }
+
+    /// Of all that was added; NaN where that held one, which is within no bound.
+    pub fn relative(&self) -> f64 {
+        if self.difference == 0.0 {
+            0.0
+        } else {
+            (self.difference / self.size).sqrt()
+        }
+    }
+}
+
+/// The largest relative error that samples of an output and of a gradient may have.
+///
+/// In `f32` those of the acceptance rule. In f16 and bf16 two roundings of the type for the output, which
+/// is rounded once and whose probabilities are, and four for gradients, which go through one more product.
+///
+/// ```
+/// use flash_attention_check::sampled::bounds;
+/// use flash_attention_spec::Dtype;
+///
+/// assert_eq!(bounds(Dtype::BF16), [1.0 / 128.0, 1.0 / 64.0]);
+/// ```
+pub fn bounds(dtype: Dtype) -> [f64; 2] {
+    match dtype {
+        Dtype::F32 => [F32_OUTPUT, F32_GRADIENT],
+        Dtype::F16 => [2f64.powi(-10), 2f64.powi(-9)],
+        Dtype::BF16 => [2f64.powi(-7), 2f64.powi(-6)],
+    }
 }
 
 /// Output, `lse` and query gradient of the queries `rows` of a head.
@@ -308,7 +363,7 @@ mod tests {
     use super::*;
     use crate::cases::{Case, grid};
     use crate::data::Data;
-    use flash_attention_spec::{Dtype, reference};
+    use flash_attention_spec::reference;
 
     fn close(name: &str, got: &[f64], exact: &[f64]) {
         assert_eq!(got.len(), exact.len(), "{name}");

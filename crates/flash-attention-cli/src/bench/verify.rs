@@ -6,7 +6,9 @@ use super::limit::Limit;
 use crate::Outcome;
 use burn::tensor::{DType, Tensor};
 use burn_flash_attention::{Dtype, Problem};
-use flash_attention_check::sampled::{Head, key_gradients, rows, scores_formed};
+use flash_attention_check::sampled::{
+    Head, RelativeError, bounds, key_gradients, rows, scores_formed,
+};
 use rand::Rng;
 use rand::seq::index;
 use std::time::Instant;
@@ -71,7 +73,7 @@ pub fn verify(
         .map(|data| data.head(mask.as_deref(), bias.as_deref()))
         .collect();
 
-    let mut errors: Vec<(&'static str, Error)> = Vec::new();
+    let mut errors: Vec<(&'static str, RelativeError)> = Vec::new();
     let queries = sample(point.seq, ROWS, 0, rng);
     let start = Instant::now();
     let exact = rows(problem, &heads[0], &queries);
@@ -79,7 +81,7 @@ pub fn verify(
     for name in ["o", "dq"] {
         let Some(output) = output(name) else { continue };
         let got = read_head(output, batch, kv_head * group)?;
-        let mut error = Error::default();
+        let mut error = RelativeError::default();
         for (&i, row) in queries.iter().zip(&exact) {
             let exact = if name == "o" {
                 &row.output
@@ -108,7 +110,7 @@ pub fn verify(
                 read_head(dk, batch, kv_head)?,
                 read_head(dv, batch, kv_head)?,
             );
-            let mut of = [Error::default(), Error::default()];
+            let mut of = [RelativeError::default(), RelativeError::default()];
             for (&j, exact) in keys.iter().zip(key_gradients(problem, &heads, &keys)) {
                 of[0].add(&dk[j * point.head_dim..], &exact.key);
                 of[1].add(&dv[j * point.head_dim..], &exact.value);
@@ -124,7 +126,12 @@ pub fn verify(
 }
 
 fn judge(dtype: Dtype, output: &'static str, error: f64) -> Outcome<Verdict> {
-    let bound = bound(dtype, output);
+    let [of_output, of_gradient] = bounds(dtype);
+    let bound = if output == "o" {
+        of_output
+    } else {
+        of_gradient
+    };
     // A NaN is not within any bound.
     if error <= bound {
         return Ok(Verdict {
@@ -137,44 +144,6 @@ fn judge(dtype: Dtype, output: &'static str, error: f64) -> Outcome<Verdict> {
         "{output} is wrong: its relative error is {error:.1e}, at most {bound:.1e} is accepted"
     )
     .into())
-}
-
-/// In f32 that of `attn check`. In f16 and bf16 two roundings of the type for the output, which is
-/// rounded once and whose probabilities are, and four for gradients, which go through one more
-/// product.
-fn bound(dtype: Dtype, output: &str) -> f64 {
-    match (dtype, output) {
-        (Dtype::F32, "o") => 5e-6,
-        (Dtype::F32, _) => 2e-5,
-        (Dtype::F16, "o") => 2f64.powi(-10),
-        (Dtype::F16, _) => 2f64.powi(-9),
-        (Dtype::BF16, "o") => 2f64.powi(-7),
-        (Dtype::BF16, _) => 2f64.powi(-6),
-    }
-}
-
-/// Sums of squares of differences and of exact values.
-#[derive(Clone, Copy, Default)]
-struct Error {
-    difference: f64,
-    size: f64,
-}
-
-impl Error {
-    fn add(&mut self, got: &[f32], exact: &[f64]) {
-        for (got, exact) in got.iter().zip(exact) {
-            self.difference += (f64::from(*got) - exact).powi(2);
-            self.size += exact.powi(2);
-        }
-    }
-
-    fn relative(&self) -> f64 {
-        if self.difference == 0.0 {
-            0.0
-        } else {
-            (self.difference / self.size).sqrt()
-        }
-    }
 }
 
 /// At most `count` of the positions `from..seq`, in order: the first, the last and others.
@@ -296,7 +265,7 @@ mod tests {
     #[test]
     fn a_wrong_or_missing_number_is_refused() {
         let relative = |got: f32| {
-            let mut error = Error::default();
+            let mut error = RelativeError::default();
             error.add(&[1.0, got], &[1.0, 1.0]);
             judge(Dtype::BF16, "o", error.relative())
         };
