@@ -26,6 +26,7 @@ pub fn grid(full: bool) -> Vec<Case> {
     cases.extend(block_bounds());
     cases.extend(many_blocks());
     cases.extend(wide_heads());
+    cases.extend(unordered());
     cases.extend(windows());
     cases.extend(layouts());
     cases.extend(grouped_heads());
@@ -240,6 +241,22 @@ fn many_blocks() -> Vec<Case> {
             .causal()
             .poison(250..252, f64::NAN),
         case("bias for each key", [128, 128]).bias(Bias::Uniform([true, true, true, false])),
+    ]
+}
+
+fn unordered() -> Vec<Case> {
+    let catches = "Parts of a gradient that are added in any order are lost, or added twice.";
+    let case = |name: &str, dim: usize| {
+        let name = format!("unordered gradients: {name}");
+        let sizes = [1, 4, 2, 230, 301, dim, dim];
+        Case::new(name, catches, sizes).unordered().loss(Loss::Both)
+    };
+    vec![
+        case("all keys, 64 features", 64),
+        case("causal, 128 features", 128).causal(),
+        case("window and mask, 40 features", 40)
+            .window(Some(90), Some(20))
+            .mask(Mask::Random(FULL)),
     ]
 }
 

@@ -6,7 +6,7 @@ mod products;
 pub use grid::grid;
 
 use flash_attention_spec::{
-    Alignment, Dtype, Operand, Operands, Options, Problem, ProblemError, Wanted, Window,
+    Alignment, Dtype, Operand, Operands, Options, Problem, ProblemError, Summation, Wanted, Window,
 };
 use std::ops::Range;
 
@@ -233,6 +233,12 @@ impl Case {
     /// Soft cap.
     pub fn softcap(mut self, softcap: f64) -> Self {
         self.options.softcap = Some(softcap);
+        self
+    }
+
+    /// Lets the parts of gradients be added in any order.
+    pub fn unordered(mut self) -> Self {
+        self.options.summation = Summation::Unordered;
         self
     }
 
