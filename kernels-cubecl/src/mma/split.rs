@@ -46,6 +46,12 @@ struct Right {
     low: Pair<u32>,
 }
 
+/// No load moves up past this: compilers would load more ahead than there are registers.
+#[cube]
+pub(crate) fn hold_loads() {
+    gpu_asm!("bar.warp.sync 0xffffffff;");
+}
+
 /// The upper halves of two words.
 #[cube]
 fn upper_halves(first: u32, second: u32) -> u32 {
@@ -277,6 +283,7 @@ fn add_dot_products<E: Float>(
     }
     #[unroll]
     for n in 0..comptime!(column_tiles / 2) {
+        hold_loads();
         let offset = comptime!(n * 16 * pitch);
         let first = load_block(b, b_place, offset, false, instructions);
         let second = if both {
@@ -340,12 +347,16 @@ fn mend_dot_products(
             let a = a_first + 16 * (row * pitch) as u32;
             let b = b_first + 16 * (column * pitch) as u32;
             let mut dot = 0.0f32;
-            for feature in 0..comptime!(dim as u32) {
-                dot = fma(
-                    load_number(a + 4 * feature),
-                    load_number(b + 4 * feature),
-                    dot,
-                );
+            // Whole chunks: there are zeros past the last feature.
+            for chunk in 0..comptime!(2 * dim.div_ceil(8) as u32) {
+                hold_loads();
+                let a = load_numbers(a + 16 * chunk);
+                let b = load_numbers(b + 16 * chunk);
+                #[unroll]
+                for n in 0..4usize {
+                    let (x, y) = (a.extract(n), b.extract(n));
+                    dot = fma(f32::reinterpret(x), f32::reinterpret(y), dot);
+                }
             }
             #[unroll]
             for n in 0..tiles {
@@ -366,13 +377,16 @@ fn mend_dot_products(
     }
 }
 
-/// The number at an address in shared memory.
+/// The four numbers of a chunk in shared memory.
 #[cube]
-fn load_number(address: u32) -> f32 {
+fn load_numbers(address: u32) -> Registers {
     let address = by_value::<u32>(address);
-    let number: f32;
-    gpu_asm!("ld.shared.f32 {number}, [{address}];", address = in(_) address, number = out(_) number);
-    by_value::<f32>(number)
+    let numbers: Registers;
+    gpu_asm!(
+        "ld.shared.v4.b32 {numbers}, [{address}];",
+        address = in(_) address, numbers = out(_) numbers
+    );
+    by_value::<Registers>(numbers)
 }
 
 /// [`add_weighted_rows`](super::fragment::add_weighted_rows) of operands in parts: `rows` holds two
@@ -400,8 +414,7 @@ pub(crate) fn add_split_rows(
     #[unroll]
     for n in 0..column_tiles {
         if comptime!(n % TOGETHER == 0) {
-            // No load moves up past this: compilers would load more ahead than there are registers.
-            gpu_asm!("bar.warp.sync 0xffffffff;");
+            hold_loads();
         }
         let offset = comptime!(16 * k * row_bytes + 32 * n);
         let columns = right(load_column(b_place, offset, row_bytes));
