@@ -5,7 +5,7 @@
 //! eight rows which `ldmatrix` reads together always lie in eight different groups of banks.
 //! Every offset but one base a lane and tile is a constant.
 
-use super::split::{add_split_rows, as_left, split_dot_products};
+use super::split::{add_split_rows, as_left, lane_along_split_columns, split_dot_products};
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
@@ -42,7 +42,7 @@ pub(crate) fn lane_along_rows(lane: usize) -> (usize, usize) {
 /// The row and chunk that a lane addresses in a 16 x 16 block of an operand whose rows are the
 /// columns of `B`.
 #[cube]
-pub(crate) fn lane_along_columns(lane: usize) -> (usize, usize) {
+fn lane_along_columns(lane: usize) -> (usize, usize) {
     (lane % 8 + lane / 16 * 8, lane / 8 % 2)
 }
 
@@ -86,7 +86,12 @@ pub(crate) fn along_columns<E: Float>(
     #[comptime] pitch: usize,
     #[comptime] instructions: Instructions,
 ) -> Place {
-    let (row, chunk) = lane_along_columns(UNIT_POS_PLANE as usize);
+    let lane = UNIT_POS_PLANE as usize;
+    let (row, chunk) = if comptime!(instructions.splits()) {
+        lane_along_split_columns(lane)
+    } else {
+        lane_along_columns(lane)
+    };
     place(tile, row * pitch + chunk, instructions)
 }
 
@@ -264,7 +269,6 @@ pub(crate) fn dot_products<E: Float>(
             &mut out,
             a,
             a_place,
-            b,
             b_place,
             row_tiles,
             column_tiles,

@@ -20,8 +20,8 @@
 //! read them one by one.
 
 use super::fragment::{
-    Accumulator, Chunk, Instructions, Pair, Place, Registers, by_value, further,
-    lane_along_columns, lane_along_rows, load_block, pitch,
+    Accumulator, Chunk, Instructions, Pair, Place, Registers, by_value, further, lane_along_rows,
+    load_block, pitch,
 };
 use super::softmax::in_any_lane;
 use cubecl::prelude::*;
@@ -213,7 +213,6 @@ pub(crate) fn split_dot_products<E: Float>(
     out: &mut Sequence<Accumulator>,
     a: &Shared<[Chunk<E>]>,
     a_place: Place,
-    b: &Shared<[Chunk<E>]>,
     b_place: Place,
     #[comptime] row_tiles: usize,
     #[comptime] column_tiles: usize,
@@ -228,7 +227,6 @@ pub(crate) fn split_dot_products<E: Float>(
             out,
             a,
             further(a_place, 4 * k),
-            b,
             further(b_place, 4 * k),
             row_tiles,
             column_tiles,
@@ -242,7 +240,6 @@ pub(crate) fn split_dot_products<E: Float>(
             out,
             a,
             further(a_place, comptime!(4 * (eights / 2))),
-            b,
             further(b_place, comptime!(4 * (eights / 2))),
             row_tiles,
             column_tiles,
@@ -261,7 +258,6 @@ fn add_dot_products<E: Float>(
     out: &mut Sequence<Accumulator>,
     a: &Shared<[Chunk<E>]>,
     a_place: Place,
-    b: &Shared<[Chunk<E>]>,
     b_place: Place,
     #[comptime] row_tiles: usize,
     #[comptime] column_tiles: usize,
@@ -282,30 +278,16 @@ fn add_dot_products<E: Float>(
         push_left(&mut left, first, second);
     }
     #[unroll]
-    for n in 0..comptime!(column_tiles / 2) {
+    for n in 0..column_tiles {
         hold_loads();
-        let offset = comptime!(n * 16 * pitch);
-        let first = load_block(b, b_place, offset, false, instructions);
-        let second = if both {
-            load_block(b, b_place, comptime!(offset + 2), false, instructions)
-        } else {
-            Registers::new(0u32)
-        };
+        let columns = right(load_column_tile(
+            b_place,
+            comptime!(16 * n * 8 * pitch),
+            both,
+        ));
         #[unroll]
-        for side in 0..2usize {
-            let mut numbers = Registers::new(0u32);
-            #[unroll]
-            for element in 0..2usize {
-                let from = comptime!(2 * side + element);
-                numbers.insert(element, first.extract(from));
-                numbers.insert(comptime!(element + 2), second.extract(from));
-            }
-            let columns = right(numbers);
-            #[unroll]
-            for r in 0..row_tiles {
-                let index = comptime!(r * column_tiles + 2 * n + side);
-                add_products(out, &left, columns, r, index);
-            }
+        for r in 0..row_tiles {
+            add_products(out, &left, columns, r, comptime!(r * column_tiles + n));
         }
     }
 }
@@ -337,7 +319,7 @@ fn mend_dot_products(
         let lane = UNIT_POS_PLANE as usize;
         let pitch = comptime!(pitch(2 * dim));
         let (a_row, a_chunk) = lane_along_rows(lane);
-        let (b_row, b_chunk) = lane_along_columns(lane);
+        let (b_row, b_chunk) = lane_along_split_columns(lane);
         let a_first = a_place.address - 16 * (a_row * pitch + a_chunk) as u32;
         let b_first = b_place.address - 16 * (b_row * pitch + b_chunk) as u32;
         for element in 0..comptime!(4 * tiles) {
@@ -422,6 +404,39 @@ pub(crate) fn add_split_rows(
         for r in 0..row_tiles {
             add_products(out, &left, columns, r, comptime!(r * column_tiles + n));
         }
+    }
+}
+
+/// The row and chunk that a lane addresses of eight rows, the columns of a right operand over 16
+/// elements.
+#[cube]
+pub(crate) fn lane_along_split_columns(lane: usize) -> (usize, usize) {
+    (lane % 8, lane / 8)
+}
+
+/// A right operand over 16 features of the eight rows `offset` bytes from the place; over 8, with
+/// zeros beside them, where there are not `both` eights.
+#[cube]
+fn load_column_tile(place: Place, #[comptime] offset: usize, #[comptime] both: bool) -> Registers {
+    let address = by_value::<u32>(place.address);
+    if both {
+        let numbers: Registers;
+        gpu_asm!(
+            "ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {numbers}, [{address} + {offset}];",
+            address = in(_) address, numbers = out(_) numbers
+        );
+        by_value::<Registers>(numbers)
+    } else {
+        let pair: Pair<u32>;
+        gpu_asm!(
+            "ldmatrix.sync.aligned.m8n8.x2.shared::cta.b16 {pair}, [{address} + {offset}];",
+            address = in(_) address, pair = out(_) pair
+        );
+        let pair = by_value::<Pair<u32>>(pair);
+        let mut numbers = Registers::new(0u32);
+        numbers.insert(0usize, pair.extract(0usize));
+        numbers.insert(1usize, pair.extract(1usize));
+        by_value::<Registers>(numbers)
     }
 }
 
