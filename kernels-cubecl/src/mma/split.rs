@@ -13,6 +13,10 @@
 //! from 0, the small ones first, and then added to the sum of the block by an ordinary, rounded
 //! addition. Two parts of TF32 would cost as much on the units, and lose a bit or two of each number.
 //!
+//! Numbers below 2^-110 lose what is below 2^-133, where `bf16` ends. A visible value of infinity gives
+//! NaN, as its products with the parts of a weight have both signs; dot products that are not finite
+//! are formed again from whole numbers.
+//!
 //! Tiles hold the numbers whole: staging moves their halves, two elements of 16 bits. An `ldmatrix` of
 //! 8 x 8 halves is one of 8 x 4 numbers, of which a lane gets number `l % 4` of row `l / 4`. The
 //! order of a sum is free: two such numbers, of neighbouring chunks, stand for the two elements of a
