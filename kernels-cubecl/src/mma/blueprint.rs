@@ -364,14 +364,30 @@ const FORWARD_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
 ];
 
 const QUERY_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
-    (64, &[blocks(4, 2, 32), blocks(4, 1, 32)], &[]),
-    (128, &[blocks(4, 1, 32), blocks(4, 1, 16)], &[]),
+    (
+        64,
+        &[staged_twice(4, 2, 32), blocks(4, 2, 32), blocks(4, 1, 32)],
+        &[],
+    ),
+    (
+        128,
+        &[staged_twice(4, 1, 16), blocks(4, 1, 32), blocks(4, 1, 16)],
+        &[],
+    ),
     (256, &[blocks(4, 1, 16), blocks(2, 1, 16)], &[]),
 ];
 
 const KEY_VALUE_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
-    (64, &[blocks(4, 2, 32), blocks(4, 1, 32)], &[]),
-    (128, &[blocks(4, 1, 32), blocks(4, 1, 16)], &[]),
+    (
+        64,
+        &[staged_twice(4, 2, 32), blocks(4, 2, 32), blocks(4, 1, 32)],
+        &[],
+    ),
+    (
+        128,
+        &[staged_twice(4, 1, 16), blocks(4, 1, 32), blocks(4, 1, 16)],
+        &[],
+    ),
     (256, &[blocks(4, 1, 16), blocks(2, 1, 16)], &[]),
 ];
 
