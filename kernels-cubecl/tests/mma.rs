@@ -99,6 +99,7 @@ fn two_cubes_share_a_multiprocessor_where_there_is_room() {
         walked: 48,
         stages: 2,
         prefetch: true,
+        apart: false,
     };
     assert_eq!(blueprint.forward, expected);
 }

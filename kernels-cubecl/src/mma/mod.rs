@@ -39,6 +39,7 @@
 //! waits in registers while the one before it is worked on. Shared tiles have an odd pitch of
 //! 16-byte chunks instead of a swizzle: as free of bank conflicts, and every offset is a constant.
 
+mod apart;
 mod blueprint;
 mod forward;
 mod fragment;

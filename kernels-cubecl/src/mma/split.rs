@@ -23,9 +23,10 @@
 //! register. Where rows are summed over, `ldmatrix` would have to transpose numbers, and cannot; lanes
 //! read them one by one.
 
+use super::apart::{in_parts, load_columns, right_of, whole_numbers};
 use super::fragment::{
-    Accumulator, Chunk, Instructions, Pair, Place, Registers, by_value, further, lane_along_rows,
-    load_block, pitch,
+    Accumulator, Chunk, Instructions, Pair, Place, Registers, by_value, further,
+    lane_along_columns, lane_along_rows, load_block, pitch,
 };
 use super::softmax::in_any_lane;
 use cubecl::prelude::*;
@@ -44,10 +45,10 @@ struct Left {
 /// The parts of a right operand over 16 elements: two registers each.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-struct Right {
-    high: Pair<u32>,
-    middle: Pair<u32>,
-    low: Pair<u32>,
+pub(crate) struct Right {
+    pub high: Pair<u32>,
+    pub middle: Pair<u32>,
+    pub low: Pair<u32>,
 }
 
 /// No load moves up past this: compilers would load more ahead than there are registers.
@@ -90,7 +91,7 @@ fn rounded(first: f32, second: f32) -> u32 {
 
 /// The parts of two numbers, given by their bits: high, middle and low ones.
 #[cube]
-fn parts(first: u32, second: u32) -> (u32, u32, u32) {
+pub(crate) fn parts(first: u32, second: u32) -> (u32, u32, u32) {
     let first_rest = rest(first);
     let second_rest = rest(second);
     let middle = rounded(first_rest, second_rest);
@@ -224,6 +225,7 @@ pub(crate) fn split_dot_products<E: Float>(
     #[comptime] instructions: Instructions,
 ) {
     let eights = comptime!(dim.div_ceil(8));
+    let step = comptime!(if instructions.apart() { 2 } else { 4 });
     // A loop at run time: unrolled, it would be a long way without a place to keep sums back at, and
     // compilers load more of it ahead than there are registers.
     for k in 0..comptime!(eights / 2) {
@@ -231,10 +233,10 @@ pub(crate) fn split_dot_products<E: Float>(
             out,
             a,
             further(a_place, 4 * k),
-            further(b_place, 4 * k),
+            further(b_place, step * k),
             row_tiles,
             column_tiles,
-            comptime!(pitch(2 * dim)),
+            dim,
             true,
             instructions,
         );
@@ -244,15 +246,23 @@ pub(crate) fn split_dot_products<E: Float>(
             out,
             a,
             further(a_place, comptime!(4 * (eights / 2))),
-            further(b_place, comptime!(4 * (eights / 2))),
+            further(b_place, comptime!(step * (eights / 2))),
             row_tiles,
             column_tiles,
-            comptime!(pitch(2 * dim)),
+            dim,
             false,
             instructions,
         );
     }
-    mend_dot_products(out, a_place, b_place, row_tiles, column_tiles, dim);
+    mend_dot_products(
+        out,
+        a_place,
+        b_place,
+        row_tiles,
+        column_tiles,
+        dim,
+        instructions,
+    );
 }
 
 /// Adds the products of 16 features; of 8, with zeros beside them, where there are not `both` eights.
@@ -265,14 +275,15 @@ fn add_dot_products<E: Float>(
     b_place: Place,
     #[comptime] row_tiles: usize,
     #[comptime] column_tiles: usize,
-    #[comptime] pitch: usize,
+    #[comptime] dim: usize,
     #[comptime] both: bool,
     #[comptime] instructions: Instructions,
 ) {
+    let whole_pitch = comptime!(pitch(2 * dim));
     let mut left = no_left();
     #[unroll]
     for r in 0..row_tiles {
-        let offset = comptime!(r * 16 * pitch);
+        let offset = comptime!(r * 16 * whole_pitch);
         let first = load_block(a, a_place, offset, false, instructions);
         let second = if both {
             load_block(a, a_place, comptime!(offset + 2), false, instructions)
@@ -281,17 +292,34 @@ fn add_dot_products<E: Float>(
         };
         push_left(&mut left, first, second);
     }
-    #[unroll]
-    for n in 0..column_tiles {
-        hold_loads();
-        let columns = right(load_column_tile(
-            b_place,
-            comptime!(16 * n * 8 * pitch),
-            both,
-        ));
+    if comptime!(instructions.apart()) {
         #[unroll]
-        for r in 0..row_tiles {
-            add_products(out, &left, columns, r, comptime!(r * column_tiles + n));
+        for n in 0..comptime!(column_tiles / 2) {
+            let rows = comptime!(16 * n * pitch(in_parts(dim)));
+            let columns = load_columns(b_place, rows, false, dim);
+            #[unroll]
+            for side in 0..2usize {
+                let columns = right_of(columns, side);
+                #[unroll]
+                for r in 0..row_tiles {
+                    let index = comptime!(r * column_tiles + 2 * n + side);
+                    add_products(out, &left, columns, r, index);
+                }
+            }
+        }
+    } else {
+        #[unroll]
+        for n in 0..column_tiles {
+            hold_loads();
+            let columns = right(load_column_tile(
+                b_place,
+                comptime!(16 * n * 8 * whole_pitch),
+                both,
+            ));
+            #[unroll]
+            for r in 0..row_tiles {
+                add_products(out, &left, columns, r, comptime!(r * column_tiles + n));
+            }
         }
     }
 }
@@ -306,6 +334,7 @@ fn mend_dot_products(
     #[comptime] row_tiles: usize,
     #[comptime] column_tiles: usize,
     #[comptime] dim: usize,
+    #[comptime] instructions: Instructions,
 ) {
     let tiles = comptime!(row_tiles * column_tiles);
     let mut check = 0.0f32;
@@ -321,23 +350,36 @@ fn mend_dot_products(
     // 0 times what is not finite is NaN.
     if in_any_lane(check != 0.0f32, true) {
         let lane = UNIT_POS_PLANE as usize;
-        let pitch = comptime!(pitch(2 * dim));
+        let a_pitch = comptime!(pitch(2 * dim));
         let (a_row, a_chunk) = lane_along_rows(lane);
-        let (b_row, b_chunk) = lane_along_split_columns(lane);
-        let a_first = a_place.address - 16 * (a_row * pitch + a_chunk) as u32;
-        let b_first = b_place.address - 16 * (b_row * pitch + b_chunk) as u32;
+        let (b_row, b_chunk) = if comptime!(instructions.apart()) {
+            lane_along_columns(lane)
+        } else {
+            lane_along_split_columns(lane)
+        };
+        let b_pitch = comptime!(if instructions.apart() {
+            pitch(in_parts(dim))
+        } else {
+            a_pitch
+        });
+        let a_first = a_place.address - 16 * (a_row * a_pitch + a_chunk) as u32;
+        let b_first = b_place.address - 16 * (b_row * b_pitch + b_chunk) as u32;
         for element in 0..comptime!(4 * tiles) {
             let tile = element / 4;
             let row = tile / column_tiles * 16 + element / 2 % 2 * 8 + lane / 4;
             let column = tile % column_tiles * 8 + lane % 4 * 2 + element % 2;
-            let a = a_first + 16 * (row * pitch) as u32;
-            let b = b_first + 16 * (column * pitch) as u32;
+            let a = a_first + 16 * (row * a_pitch) as u32;
+            let b = b_first + 16 * (column * b_pitch) as u32;
             let mut dot = 0.0f32;
             // Whole chunks: there are zeros past the last feature.
             for chunk in 0..comptime!(2 * dim.div_ceil(8) as u32) {
                 hold_loads();
                 let a = load_numbers(a + 16 * chunk);
-                let b = load_numbers(b + 16 * chunk);
+                let b = if comptime!(instructions.apart()) {
+                    whole_numbers(b, chunk, dim)
+                } else {
+                    load_numbers(b + 16 * chunk)
+                };
                 #[unroll]
                 for n in 0..4usize {
                     let (x, y) = (a.extract(n), b.extract(n));
@@ -365,7 +407,7 @@ fn mend_dot_products(
 
 /// The four numbers of a chunk in shared memory.
 #[cube]
-fn load_numbers(address: u32) -> Registers {
+pub(crate) fn load_numbers(address: u32) -> Registers {
     let address = by_value::<u32>(address);
     let numbers: Registers;
     gpu_asm!(
@@ -385,6 +427,7 @@ pub(crate) fn add_split_rows(
     #[comptime] row_tiles: usize,
     #[comptime] k: usize,
     #[comptime] dim: usize,
+    #[comptime] instructions: Instructions,
 ) {
     let column_tiles = comptime!(dim.div_ceil(8));
     let row_bytes = comptime!(16 * pitch(2 * dim));
@@ -397,16 +440,33 @@ pub(crate) fn add_split_rows(
             *rows.index(comptime!(2 * r + 1)),
         );
     }
-    #[unroll]
-    for n in 0..column_tiles {
-        if comptime!(n % TOGETHER == 0) {
-            hold_loads();
-        }
-        let offset = comptime!(16 * k * row_bytes + 32 * n);
-        let columns = right(load_column(b_place, offset, row_bytes));
+    if comptime!(instructions.apart()) {
         #[unroll]
-        for r in 0..row_tiles {
-            add_products(out, &left, columns, r, comptime!(r * column_tiles + n));
+        for n in 0..comptime!(column_tiles.div_ceil(2)) {
+            let chunk = comptime!(16 * k * pitch(in_parts(dim)) + 2 * n);
+            let columns = load_columns(b_place, chunk, true, dim);
+            #[unroll]
+            for side in 0..comptime!(if 2 * n + 1 < column_tiles { 2 } else { 1 }) {
+                let columns = right_of(columns, side);
+                #[unroll]
+                for r in 0..row_tiles {
+                    let index = comptime!(r * column_tiles + 2 * n + side);
+                    add_products(out, &left, columns, r, index);
+                }
+            }
+        }
+    } else {
+        #[unroll]
+        for n in 0..column_tiles {
+            if comptime!(n % TOGETHER == 0) {
+                hold_loads();
+            }
+            let offset = comptime!(16 * k * row_bytes + 32 * n);
+            let columns = right(load_column(b_place, offset, row_bytes));
+            #[unroll]
+            for r in 0..row_tiles {
+                add_products(out, &left, columns, r, comptime!(r * column_tiles + n));
+            }
         }
     }
 }
