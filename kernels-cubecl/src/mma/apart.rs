@@ -31,13 +31,14 @@ pub(crate) fn take_apart<E: Float>(
 ) {
     let width = comptime!(chunks(dim));
     let whole = comptime!(chunks(2 * dim));
+    // Neighbouring units have neighbouring rows: an odd pitch spreads them over the banks.
+    let row = UNIT_POS as usize % rows;
+    let first_chunk = UNIT_POS as usize / rows;
+    let step = comptime!(units / rows);
     #[unroll]
-    for n in 0..comptime!((rows * width).div_ceil(units)) {
-        // Neighbouring units have neighbouring rows: an odd pitch spreads them over the banks.
-        let index = n * units + UNIT_POS as usize;
-        let row = index % rows;
-        let chunk = index / rows;
-        if comptime!((rows * width).is_multiple_of(units)) || chunk < width {
+    for n in 0..comptime!(width.div_ceil(step)) {
+        let chunk = first_chunk + n * step;
+        if comptime!(width.is_multiple_of(step)) || chunk < width {
             let from = landing + row * comptime!(pitch(2 * dim)) + 2 * chunk;
             let mut first = Registers::new(0u32);
             let mut second = Registers::new(0u32);

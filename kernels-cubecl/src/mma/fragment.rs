@@ -164,6 +164,15 @@ pub(crate) fn load_by_assembly(
     by_value::<Registers>(registers)
 }
 
+/// The place at an address.
+#[cube]
+pub(crate) fn at_address(place: Place, address: u32) -> Place {
+    Place {
+        index: place.index,
+        address: by_value::<u32>(address),
+    }
+}
+
 /// The place `chunks` further on.
 #[cube]
 pub(crate) fn further(place: Place, chunks: usize) -> Place {

@@ -25,7 +25,7 @@
 
 use super::apart::{in_parts, load_columns, right_of, whole_numbers};
 use super::fragment::{
-    Accumulator, Chunk, Instructions, Pair, Place, Registers, by_value, further,
+    Accumulator, Chunk, Instructions, Pair, Place, Registers, at_address, by_value,
     lane_along_columns, lane_along_rows, load_block, pitch,
 };
 use super::softmax::in_any_lane;
@@ -225,28 +225,34 @@ pub(crate) fn split_dot_products<E: Float>(
     #[comptime] instructions: Instructions,
 ) {
     let eights = comptime!(dim.div_ceil(8));
-    let step = comptime!(if instructions.apart() { 2 } else { 4 });
+    let products = comptime!((eights / 2) as u32);
+    let b_step = comptime!(if instructions.apart() { 32u32 } else { 64u32 });
     // A loop at run time: unrolled, it would be a long way without a place to keep sums back at, and
-    // compilers load more of it ahead than there are registers.
-    for k in 0..comptime!(eights / 2) {
+    // compilers load more of it ahead than there are registers. It moves the addresses along, and the
+    // first ones need none.
+    let mut a_address = by_value::<u32>(a_place.address);
+    let mut b_address = by_value::<u32>(b_place.address);
+    for _ in 0..products {
         add_dot_products(
             out,
             a,
-            further(a_place, 4 * k),
-            further(b_place, step * k),
+            at_address(a_place, a_address),
+            at_address(b_place, b_address),
             row_tiles,
             column_tiles,
             dim,
             true,
             instructions,
         );
+        a_address += 64u32;
+        b_address += b_step;
     }
     if comptime!(eights % 2 == 1) {
         add_dot_products(
             out,
             a,
-            further(a_place, comptime!(4 * (eights / 2))),
-            further(b_place, comptime!(step * (eights / 2))),
+            at_address(a_place, a_address),
+            at_address(b_place, b_address),
             row_tiles,
             column_tiles,
             dim,
@@ -256,8 +262,8 @@ pub(crate) fn split_dot_products<E: Float>(
     }
     mend_dot_products(
         out,
-        a_place,
-        b_place,
+        a_address - comptime!(64 * products),
+        b_address - comptime!(b_step * products),
         row_tiles,
         column_tiles,
         dim,
@@ -329,8 +335,8 @@ fn add_dot_products<E: Float>(
 #[cube]
 fn mend_dot_products(
     out: &mut Sequence<Accumulator>,
-    a_place: Place,
-    b_place: Place,
+    a_address: u32,
+    b_address: u32,
     #[comptime] row_tiles: usize,
     #[comptime] column_tiles: usize,
     #[comptime] dim: usize,
@@ -362,8 +368,8 @@ fn mend_dot_products(
         } else {
             a_pitch
         });
-        let a_first = a_place.address - 16 * (a_row * a_pitch + a_chunk) as u32;
-        let b_first = b_place.address - 16 * (b_row * b_pitch + b_chunk) as u32;
+        let a_first = a_address - 16 * (a_row * a_pitch + a_chunk) as u32;
+        let b_first = b_address - 16 * (b_row * b_pitch + b_chunk) as u32;
         for element in 0..comptime!(4 * tiles) {
             let tile = element / 4;
             let row = tile / column_tiles * 16 + element / 2 % 2 * 8 + lane / 4;
