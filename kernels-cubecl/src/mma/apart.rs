@@ -162,3 +162,42 @@ pub(crate) fn whole_numbers(row: u32, chunk: u32, #[comptime] dim: usize) -> Reg
     }
     by_value::<Registers>(numbers)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::fragment::{chunks, pitch};
+    use super::in_parts;
+    use half::bf16;
+
+    /// Catches padding that cuts a part off, and rows in parts whose neighbours share banks.
+    #[test]
+    fn rows_hold_three_parts_at_an_odd_pitch() {
+        for dim in 1..=256 {
+            assert_eq!(chunks(in_parts(dim)), 3 * chunks(dim));
+            assert!(pitch(in_parts(dim)) % 2 == 1);
+        }
+    }
+
+    /// The order of additions in `whole_numbers`, on the host: nothing is lost, and the largest number
+    /// does not overflow on the way.
+    #[test]
+    fn parts_are_put_together_exactly() {
+        let mut bits = 0x3F80_0001_u32;
+        for n in 0..100_000 {
+            bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let number = if n == 0 {
+                f32::MAX
+            } else {
+                f32::from_bits(bits)
+            };
+            // The lowest part of smaller numbers is below the smallest of all.
+            if !number.is_finite() || number.abs() < 1e-30 {
+                continue;
+            }
+            let high = f32::from_bits(number.to_bits() & 0xFFFF_0000);
+            let middle = bf16::from_f32(number - high).to_f32();
+            let low = number - high - middle;
+            assert_eq!(high + (middle + low), number, "{number:e}");
+        }
+    }
+}

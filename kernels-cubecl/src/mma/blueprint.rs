@@ -353,7 +353,10 @@ const KEY_VALUE_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
 ];
 
 /// Blocks for `f32`: rows take twice the shared memory, and a lane holds its operands in parts. A
-/// warp takes its right operands apart by itself, so two row tiles halve that work too.
+/// warp takes its right operands apart by itself, so two row tiles halve that work too. The gradients,
+/// which multiply by walked rows four times a block, or three, have them taken apart for all warps where
+/// there is room for parts beside whole rows; eight warps, so that one cube has as many as two of four,
+/// and 32 rows, for each warp takes its own rows apart again in each block.
 const FORWARD_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
     (
         64,
