@@ -449,6 +449,9 @@ pub(crate) fn add_split_rows(
     if comptime!(instructions.apart()) {
         #[unroll]
         for n in 0..comptime!(column_tiles.div_ceil(2)) {
+            if comptime!(2 * n % TOGETHER == 0) {
+                hold_loads();
+            }
             let chunk = comptime!(16 * k * pitch(in_parts(dim)) + 2 * n);
             let columns = load_columns(b_place, chunk, true, dim);
             #[unroll]
