@@ -378,7 +378,12 @@ const FORWARD_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
 const QUERY_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
     (
         64,
-        &[staged_twice(4, 2, 32), blocks(4, 2, 32), blocks(4, 1, 32)],
+        &[
+            taken_apart(4, 2, 32),
+            staged_twice(4, 2, 32),
+            blocks(4, 2, 32),
+            blocks(4, 1, 32),
+        ],
         &[],
     ),
     (
@@ -398,7 +403,12 @@ const QUERY_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
 const KEY_VALUE_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
     (
         64,
-        &[staged_twice(4, 2, 32), blocks(4, 2, 32), blocks(4, 1, 32)],
+        &[
+            taken_apart(4, 2, 32),
+            staged_twice(4, 2, 32),
+            blocks(4, 2, 32),
+            blocks(4, 1, 32),
+        ],
         &[],
     ),
     (
