@@ -1,6 +1,7 @@
 //! Which blocks serve a problem, and what the family declines: pure functions of plain data.
 
 use super::instructions::Products;
+use super::tiles::{ENTRY, QUERY_PANEL, entries};
 use crate::device::Device;
 use flash_attention_spec::{Dtype, Problem};
 use thiserror::Error;
@@ -12,6 +13,8 @@ pub struct ForwardBlueprint {
     pub warpgroups: u32,
     /// Keys of a block, a multiple of 16.
     pub block_kv: usize,
+    /// Blocks of keys and values that shared memory holds.
+    pub stages: u32,
     /// Rows are rescaled once a probability would pass 2 to this; at most 8, for `f16`.
     pub slack: u32,
     /// Features of query and key.
@@ -137,11 +140,22 @@ impl ForwardBlueprint {
         self.warpgroups * 128
     }
 
-    /// Shared memory of a cube, in bytes: the query, two stages of keys and values, and barriers.
+    /// Shared memory of a cube, in bytes: the query, stages of keys and values, barriers, and words.
     pub const fn shared_memory(&self) -> usize {
         let (key, value) = (self.head_dim.div_ceil(64), self.value_dim.div_ceil(64));
-        let elements = self.block_q() * 64 * key + 2 * self.block_kv * 64 * (key + value);
-        elements * 2 + 1024
+        let stages = self.stages as usize * self.block_kv;
+        let elements = self.block_q() * 64 * key + stages * 64 * (key + value);
+        elements * 2 + 1024 + self.kept_words() * 4
+    }
+
+    /// What copies fill: every warpgroup's queries, stages of keys and of values.
+    pub(crate) const fn guarded(&self) -> u32 {
+        self.warpgroups + 2 * self.stages
+    }
+
+    /// Words of shared memory that planes keep their tiles in.
+    pub(crate) const fn kept_words(&self) -> usize {
+        (self.warpgroups * 4 * entries(self.stages) * ENTRY / 4) as usize
     }
 
     /// Whether scores are dot products times a factor.
@@ -176,7 +190,7 @@ impl ForwardBlueprint {
             block_kv: self.block_kv,
             head_dim: self.head_dim,
             value_dim: self.value_dim,
-            query_panel: self.block_q() * 128,
+            query_panel: QUERY_PANEL * 2,
             negated: self.negated,
         }
     }
@@ -270,9 +284,10 @@ pub(super) fn check_problem(problem: &Problem, device: &Device) -> Result<(), De
 
 /// Blueprints worth measuring for a problem, the fastest known first.
 pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
-    let form = |warpgroups: u32, block_kv: usize| ForwardBlueprint {
+    let form = |warpgroups: u32, block_kv: usize, stages: u32| ForwardBlueprint {
         warpgroups,
         block_kv,
+        stages,
         slack: 8,
         head_dim: problem.head_dim,
         value_dim: problem.value_dim,
@@ -283,15 +298,20 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
     };
     match (problem.head_dim, problem.value_dim) {
         (..=64, ..=64) => vec![
-            form(4, 96),
-            form(4, 128),
-            form(3, 128),
-            form(2, 128),
-            form(2, 96),
+            form(4, 96, 4),
+            form(4, 128, 4),
+            form(3, 128, 4),
+            form(2, 128, 4),
+            form(2, 96, 4),
         ],
-        (..=128, ..=128) => vec![form(3, 128), form(3, 112), form(2, 128), form(2, 64)],
-        (..=256, ..=128) | (..=192, ..=192) => vec![form(2, 96), form(2, 64)],
-        _ => vec![form(2, 80), form(2, 64)],
+        (..=128, ..=128) => vec![
+            form(3, 128, 2),
+            form(3, 112, 2),
+            form(2, 128, 2),
+            form(2, 64, 2),
+        ],
+        (..=256, ..=128) | (..=192, ..=192) => vec![form(2, 96, 2), form(2, 64, 2)],
+        _ => vec![form(2, 80, 2), form(2, 64, 2)],
     }
 }
 

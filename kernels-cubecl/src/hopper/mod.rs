@@ -63,6 +63,7 @@ mod launch_wide;
 #[cfg(feature = "machine-code")]
 mod machine_code;
 mod one_pass;
+mod output;
 mod parts;
 mod pipeline;
 mod query_gradient;
@@ -70,6 +71,7 @@ mod query_sums;
 mod softmax;
 mod statistics;
 mod step;
+mod tiles;
 mod turns;
 mod wide_instructions;
 mod wide_key_value_gradient;
