@@ -130,8 +130,9 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
         }
     }
 
-    let warpgroup = plane_broadcast(UNIT_POS / 128, 0u32);
-    let words = kept_address + UNIT_POS / 32 * comptime!(entries(stages) * ENTRY);
+    let plane = plane_broadcast(UNIT_POS / 32, 0u32);
+    let words = kept_address + plane * comptime!(entries(stages) * ENTRY);
+    let warpgroup = plane / 4;
     let query_address =
         shared_address::<E>(query_tile.as_ptr()) + warpgroup * comptime!((own_queries * 2) as u32);
     let key_address = shared_address::<E>(key_tiles.as_ptr());
@@ -149,8 +150,10 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
     let mut going = true;
     while going {
         sync_plane();
-        let mut left = look_ahead(&geometry, words, t, section, warpgroup, false, blueprint);
+        // From a broadcast the compiler knows that a plane's units agree.
+        let count = look_ahead(&geometry, words, t, section, warpgroup, false, blueprint);
         sync_plane();
+        let mut left = plane_broadcast(count, 0u32);
         let mut rows = RowPair::new(&geometry, blueprint);
         let mut acc = Vector::<f32, O>::new(0.0f32);
         barrier_wait(full_address + warpgroup * 8, t % 2);
@@ -309,7 +312,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
             &geometry,
             blueprint,
         );
-        t = word(words, NEXT, 3u32);
+        t = plane_broadcast(word(words, NEXT, 3u32), 0u32);
         going = t != 0;
     }
 }
@@ -339,14 +342,12 @@ fn release_stage<E: Float>(
     sync_plane();
     if unit_again() % 32 == 0 {
         if count_up(done + (first + stage) * 4, last_plane) == last_plane {
-            let mut entry = words;
-            let mut from = 0i32;
+            let after = select(left > stages, 0u32, stages + 1 - left);
+            let entry = words + after * ENTRY;
+            let mut row = word(entry, KEYS, 2u32);
             if left > stages {
-                from = first_key_of(words, left - stages, blueprint.block_kv);
-            } else {
-                entry = words + (comptime!(stages + 1) - left) * ENTRY;
+                row = first_key_of(words, left - stages, blueprint.block_kv) as u32;
             }
-            let row = word(entry, KEYS, 2u32);
             if row != NOTHING {
                 load_stage(
                     &full[(first + stage) as usize],
@@ -355,7 +356,7 @@ fn release_stage<E: Float>(
                     stage as usize * comptime!(panels * panel),
                     word(entry, KEYS, 0u32) as i32,
                     word(entry, KEYS, 1u32) as i32,
-                    row as i32 + from,
+                    row as i32,
                     panels,
                     panel,
                 );
