@@ -196,8 +196,8 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
                     &mut query_tile,
                     blueprint,
                 );
-                let own_query = word(words, OWN, 0u32) as i32;
-                let first_kv = first_key_of(words, left, block_kv);
+                let own_query = plane_broadcast(word(words, OWN, 0u32), 0u32) as i32;
+                let first_kv = plane_broadcast(first_key_of(words, left, block_kv), 0u32);
                 let edge = comptime!(mask.is_some() || bias.is_some() || blueprint.capped)
                     || !wholly_visible(&geometry, own_query, first_kv, 64usize, block_kv);
                 if edge {
@@ -206,8 +206,8 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
                         scores,
                         own_query + row_of(unit),
                         first_kv + ((unit % 4) * 2) as i32,
-                        word(words, KEYS, 0u32) as usize,
-                        word(words, KEYS, 3u32) as usize,
+                        plane_broadcast(word(words, KEYS, 0u32), 0u32) as usize,
+                        plane_broadcast(word(words, KEYS, 3u32), 0u32) as usize,
                         &mask,
                         &bias,
                         &geometry,
