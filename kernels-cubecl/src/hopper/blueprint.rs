@@ -304,6 +304,10 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
             form(2, 128, 4),
             form(2, 96, 4),
         ],
+        // A mask is read for every score, and its addresses take registers.
+        (..=128, ..=128) if problem.mask.is_some() => {
+            vec![form(3, 112, 2), form(2, 128, 2), form(2, 64, 2)]
+        }
         (..=128, ..=128) => vec![
             form(3, 128, 2),
             form(3, 112, 2),

@@ -1,14 +1,17 @@
 //! Warpgroup products and tensor copies of compute capability 9.0, through CubeCL's CUDA C++ generator.
 //!
-//! A cube owns a block of queries of a head; each of its warpgroups owns 64 of them, with the output
-//! and a block of scores in registers. Keys and values come through shared memory in two stages each,
-//! by the copy engine, which also fills in zeros past the ends of a sequence and of a head.
+//! A cube stays for the whole launch and takes one block of queries of a head after the other; each of its
+//! warpgroups owns 64 of them, with the output and a block of scores in registers. Keys and values come
+//! through shared memory in stages, by the copy engine, which also fills in zeros past the ends of a
+//! sequence and of a head. Stages run on across blocks of queries, and no warpgroup waits for another but
+//! for its stages: one ends its queries and starts the next while others multiply.
 //!
 //! ```text
 //! for each visible key block, from the last          all warpgroups walk the same blocks
 //!     wait for K                                      a warpgroup that sees nothing of it passes by
 //!     S = Q K^T            one run of products, both operands in shared memory
-//!     done with K          the last plane of the cube asks for the block after the next
+//!     done with K          the last plane of the cube asks for what comes into its stage
+//!     done with Q          after the last block: the next queries are asked for
 //!     hide, cap, bias      where the block is not wholly visible
 //!     m' = max(m, rowmax S)      over four neighbouring units
 //!     O, l *= 2^(m - m')   only where a maximum outgrew what f16 and f32 can carry
