@@ -73,7 +73,10 @@ impl Device {
         let matmul = &properties.features.matmul;
         let shape =
             |m: &MmaConfig| format!("{}x{}x{} {} -> {}", m.m, m.n, m.k, m.a_type, m.cd_type);
-        let matrix_shapes = matmul.mma.iter().chain(&matmul.cmma).map(shape).collect();
+        let mut matrix_shapes: Vec<String> =
+            matmul.mma.iter().chain(&matmul.cmma).map(shape).collect();
+        // Types of scales tell some apart, and are not named.
+        matrix_shapes.dedup();
         let mma_shapes = matmul.mma.iter().map(shape).collect();
         let ldmatrix = Dtype::ALL
             .into_iter()

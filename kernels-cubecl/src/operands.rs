@@ -7,6 +7,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl::zspace::{Shape, Strides};
 use flash_attention_spec::Problem;
+use std::array::from_fn;
 
 /// Operands as they lie in memory: any strides, offsets in their handles.
 pub struct Operands {
@@ -117,17 +118,15 @@ pub(crate) fn cube_count(client: &Client, cubes: usize) -> CubeCount {
     CubeCount::Static(x as u32, y as u32, 1)
 }
 
-/// The operand with stride 0 on every dimension it is broadcast on.
-fn broadcast(x: TensorBinding, full: [usize; 4]) -> TensorBinding {
-    let strides: Vec<usize> = x
-        .shape
-        .iter()
-        .zip(x.strides.iter())
-        .map(|(&n, &stride)| if n == 1 { 0 } else { stride })
-        .collect();
+/// The operand with stride 0, and one element, on every dimension it is broadcast on: what is repeated
+/// is not counted, for a table of the size of the scores may have more elements than an index reaches.
+fn broadcast(x: TensorBinding) -> TensorBinding {
+    let repeated = |d: usize| x.shape[d] == 1 || x.strides[d] == 0;
+    let strides: [usize; 4] = from_fn(|d| if repeated(d) { 0 } else { x.strides[d] });
+    let shape: [usize; 4] = from_fn(|d| if repeated(d) { 1 } else { x.shape[d] });
     TensorBinding {
         strides: Strides::new(&strides),
-        shape: Shape::new(full),
+        shape: Shape::new(shape),
         ..x
     }
 }
@@ -139,21 +138,17 @@ pub(crate) fn optional<T: LaunchArg<RuntimeArg = TensorArg> + CubeType>(
     x.clone().map(TensorBinding::into_tensor_arg).into()
 }
 
-/// The bias, in the shape of the scores.
-pub(crate) fn broadcast_bias(
-    problem: &Problem,
-    bias: Option<TensorBinding>,
-) -> Option<TensorBinding> {
-    bias.map(|bias| broadcast(bias, problem.score_shape()))
+/// The bias as the kernels step through it.
+pub(crate) fn broadcast_bias(bias: Option<TensorBinding>) -> Option<TensorBinding> {
+    bias.map(broadcast)
 }
 
-/// The mask, in the shape of the scores, and its element type; any type where there is no mask.
+/// The mask as the kernels step through it, and its element type; any type where there is no mask.
 pub(crate) fn broadcast_mask(
-    problem: &Problem,
     mask: Option<(TensorBinding, ElemType)>,
 ) -> (Option<TensorBinding>, ElemType) {
     match mask {
-        Some((mask, element)) => (Some(broadcast(mask, problem.score_shape())), element),
+        Some((mask, element)) => (Some(broadcast(mask)), element),
         None => (None, ElemType::UInt(UIntKind::U32)),
     }
 }

@@ -2,10 +2,11 @@
 
 use burn::tensor::{DType, Distribution, Tensor};
 use burn_flash_attention::{
-    AttentionError, AttentionOptions, DeviceReport, Dtype, burn_dtype, explain, try_flash_attention,
+    AttentionError, AttentionOptions, DeviceReport, Dtype, ElementType, burn_dtype, explain,
+    try_flash_attention,
 };
 use flash_attention_check::sampled::{Head, RelativeError, bounds, key_gradients, rows};
-use flash_attention_spec::reference::{Inputs, backward};
+use flash_attention_spec::reference::{Inputs, backward, forward};
 use flash_attention_spec::{Operand, Operands, Options, Problem};
 use flash_attention_tests::{full_grid, selected_devices, uniform};
 
@@ -250,6 +251,80 @@ fn a_bias_over_many_heads() {
             );
         });
         passed_or_refused(&report, result);
+    }
+}
+
+/// Catches tables that are counted as they are broadcast: a bias and a mask shared by 66,000 queries, over
+/// as many keys, stand for more scores than 32 bits count. A window leaves little of them to compute, and
+/// what rows see is the same in a part of the problem.
+#[test]
+fn tables_broadcast_to_more_than_two_to_the_32_scores() {
+    const LENGTH: usize = 66_000;
+    const PART: usize = 32;
+    const DIM: usize = 8;
+    const REACH: usize = 3;
+    let shape = [1, 1, LENGTH, DIM];
+    let window = AttentionOptions::new().window(Some(REACH), Some(REACH));
+    let operand = |rows: usize, width: usize| Operand::new([1, 1, rows, width], Dtype::F32);
+    let operands = Operands {
+        query: operand(PART, DIM),
+        key: operand(PART, DIM),
+        value: operand(PART, DIM),
+        mask: Some(Operand::new([1, 1, 1, PART], ElementType::Bool)),
+        bias: Some(operand(1, PART)),
+    };
+    let part = Options::new().window(Some(REACH), Some(REACH));
+    let problem = Problem::new(&operands, &part).unwrap();
+    for report in selected_devices() {
+        let device = report.device.clone().autodiff();
+        let [query, key, value] = [1, 2, 3].map(|seed| uniform(shape, seed, &device));
+        let bias = uniform([1, 1, 1, LENGTH], 4, &device).require_grad();
+        let mask = uniform([1, 1, 1, LENGTH], 5, &device).lower_elem(-0.5);
+        let options = window.clone().bias(bias.clone()).mask(mask.clone());
+        let output =
+            try_flash_attention(query.clone(), key.clone(), value.clone(), &options).unwrap();
+        let gradients = output.clone().sum().backward();
+        let bias_gradient = bias.grad(&gradients).expect("a gradient");
+        for first in [0, LENGTH / 2, LENGTH - PART] {
+            let rows = |x: &Tensor<4>| {
+                let x = x.clone().slice([0..1, 0..1, first..first + PART, 0..DIM]);
+                Vec::from_iter(numbers(x).into_iter().map(f64::from))
+            };
+            let columns =
+                |x: &Tensor<4>| numbers(x.clone().slice([0..1, 0..1, 0..1, first..first + PART]));
+            let [q, k, v] = [&query, &key, &value].map(rows);
+            let b = Vec::from_iter(columns(&bias).into_iter().map(f64::from));
+            let hidden =
+                Vec::from_iter(columns(&mask.clone().float()).into_iter().map(|x| x != 0.0));
+            let inputs = Inputs::new(&q, &k, &v)
+                .bias(b.as_slice())
+                .mask(hidden.as_slice());
+            let exact = forward(&problem, &inputs);
+            let exact_gradients = backward(&problem, &inputs, &vec![1.0; PART * DIM], None);
+            let compare = |name: &str, got: &[f32], exact: &[f64], limit: f64| {
+                let mut error = RelativeError::default();
+                error.add(got, exact);
+                let relative = error.relative();
+                assert!(
+                    relative <= limit,
+                    "{}, from {first}: {name} is off by {relative:.1e}, at most {limit:.1e} is accepted",
+                    report.name
+                );
+            };
+            let [output_limit, gradient_limit] = bounds(Dtype::F32);
+            // Rows that see the same in the part, and keys that are seen by such rows alone.
+            let inner = REACH * DIM..(PART - REACH) * DIM;
+            let got = numbers(
+                output
+                    .clone()
+                    .slice([0..1, 0..1, first..first + PART, 0..DIM]),
+            );
+            compare("o", &got[inner.clone()], &exact.output[inner], output_limit);
+            let inner = 2 * REACH..PART - 2 * REACH;
+            let exact = exact_gradients.bias.unwrap();
+            let got = columns(&bias_gradient);
+            compare("dbias", &got[inner.clone()], &exact[inner], gradient_limit);
+        }
     }
 }
 

@@ -13,9 +13,14 @@ fn replace(text: Option<String>) -> Option<String> {
     std::mem::replace(&mut latest, text)
 }
 
-/// Keeps the text of a panic for [`guard`] instead of printing it.
+/// Keeps the text of a panic for [`guard`] instead of printing it; who asks for backtraces gets both.
 pub fn keep_panics() {
-    panic::set_hook(Box::new(|info| {
+    let asked = std::env::var_os("RUST_BACKTRACE").is_some_and(|value| value != "0");
+    let usual = panic::take_hook();
+    panic::set_hook(Box::new(move |info| {
+        if asked {
+            usual(info);
+        }
         let text = one_line(info.payload_as_str().unwrap_or("panic"));
         let place = info.location().map(|place| format!(" ({place})"));
         replace(Some(text + &place.unwrap_or_default()));

@@ -65,7 +65,7 @@ pub fn attention_forward(
     .chain([rows * problem.value_dim])
     .max()
     .unwrap_or(0);
-    let (mask, mask_element) = broadcast_mask(problem, operands.mask);
+    let (mask, mask_element) = broadcast_mask(operands.mask);
     let element = elem_type(problem.dtype);
     // SAFETY: tensor maps bound every read of query, key and value; mask and bias are read at
     // positions of the problem only, through their strides; each element of the two packed outputs
@@ -83,7 +83,7 @@ pub fn attention_forward(
             tensor_map(operands.key, blueprint.block_kv, element),
             tensor_map(operands.value, blueprint.block_kv, element),
             optional(&mask),
-            optional(&broadcast_bias(problem, operands.bias)),
+            optional(&broadcast_bias(operands.bias)),
             BufferArg::from_raw_parts(output.clone(), rows * problem.value_dim / 8),
             BufferArg::from_raw_parts(statistics.clone(), 2 * rows),
             geometry(problem),

@@ -160,7 +160,7 @@ impl Backward<'_> {
         let cubes = problem.seq_q.div_ceil(blueprint.owned()) * heads;
         let element = elem_type(problem.dtype);
         let operands = self.operands.clone();
-        let (mask, mask_element) = broadcast_mask(problem, operands.mask);
+        let (mask, mask_element) = broadcast_mask(operands.mask);
         let (owned, walked) = (blueprint.owned(), blueprint.walked);
         let elements = self.rows * problem.head_dim / 2;
         let statistic_elements = problem.batch * problem.heads * 3 * self.padded;
@@ -181,7 +181,7 @@ impl Backward<'_> {
                 tensor_map(operands.value, walked, element),
                 tensor_map(self.output_gradient.clone(), owned, element),
                 optional(&mask),
-                optional(&broadcast_bias(problem, operands.bias)),
+                optional(&broadcast_bias(operands.bias)),
                 BufferArg::from_raw_parts(self.row_statistics.rows.clone(), statistic_elements),
                 BufferArg::from_raw_parts(gradient, elements),
                 geometry(problem),
@@ -200,7 +200,7 @@ impl Backward<'_> {
         let cubes = problem.seq_kv.div_ceil(blueprint.owned()) * heads;
         let element = elem_type(problem.dtype);
         let operands = self.operands.clone();
-        let (mask, mask_element) = broadcast_mask(problem, operands.mask);
+        let (mask, mask_element) = broadcast_mask(operands.mask);
         let (owned, walked) = (blueprint.owned(), blueprint.walked);
         let key_elements = self.keys * problem.head_dim / 2;
         let value_elements = self.keys * problem.value_dim / 2;
@@ -223,7 +223,7 @@ impl Backward<'_> {
                 tensor_map(self.output_gradient.clone(), walked, element),
                 self.statistics_map(walked),
                 optional(&mask),
-                optional(&broadcast_bias(problem, operands.bias)),
+                optional(&broadcast_bias(operands.bias)),
                 BufferArg::from_raw_parts(key_gradient, key_elements),
                 BufferArg::from_raw_parts(value_gradient, value_elements),
                 BufferArg::from_raw_parts(scratch.query_sums.clone(), scratch.sum_elements),

@@ -36,7 +36,7 @@ pub fn attention_forward(
     let launch = Launch::new(client, problem, blueprint, &operands, None);
     let blocks = blueprint.forward;
     let cubes = problem.seq_q.div_ceil(blocks.owned()) * problem.batch * problem.heads;
-    let (mask, mask_element) = broadcast_mask(problem, operands.mask);
+    let (mask, mask_element) = broadcast_mask(operands.mask);
     // SAFETY: the kernel reads rows and positions of the problem only, through the operands'
     // strides, and writes each element of the two packed outputs allocated above once.
     unsafe {
@@ -50,7 +50,7 @@ pub fn attention_forward(
             launch.tensor(operands.key),
             launch.tensor(operands.value),
             optional(&mask),
-            optional(&broadcast_bias(problem, operands.bias)),
+            optional(&broadcast_bias(operands.bias)),
             launch.buffer(output.clone(), rows * problem.value_dim),
             BufferArg::from_raw_parts(statistics.clone(), 2 * rows),
             launch.geometry(),
@@ -148,7 +148,7 @@ impl Backward<'_> {
         let blocks = launch.blueprint.query_gradient;
         let cubes = problem.seq_q.div_ceil(blocks.owned()) * problem.batch * problem.heads;
         let operands = self.operands.clone();
-        let (mask, mask_element) = broadcast_mask(problem, operands.mask);
+        let (mask, mask_element) = broadcast_mask(operands.mask);
         // SAFETY: as in `attention_forward`; each element of the packed gradient is written once.
         unsafe {
             query_gradient_kernel::launch_unchecked(
@@ -161,7 +161,7 @@ impl Backward<'_> {
                 launch.tensor(operands.key),
                 launch.tensor(operands.value),
                 optional(&mask),
-                optional(&broadcast_bias(problem, operands.bias)),
+                optional(&broadcast_bias(operands.bias)),
                 launch.tensor(self.output_gradient.clone()),
                 BufferArg::from_raw_parts(self.row_statistics.clone(), 3 * self.rows),
                 launch.buffer(gradient, self.rows * problem.head_dim),
@@ -180,7 +180,7 @@ impl Backward<'_> {
         let heads = problem.batch * problem.kv_heads;
         let cubes = problem.seq_kv.div_ceil(blocks.owned()) * heads;
         let operands = self.operands.clone();
-        let (mask, mask_element) = broadcast_mask(problem, operands.mask);
+        let (mask, mask_element) = broadcast_mask(operands.mask);
         let bytes = problem.dtype.size();
         // A side that is not asked for is not written: one vector stands for it.
         let buffer = |handle: Option<Handle>, features: usize| match handle {
@@ -201,7 +201,7 @@ impl Backward<'_> {
                 launch.tensor(operands.key),
                 launch.tensor(operands.value),
                 optional(&mask),
-                optional(&broadcast_bias(problem, operands.bias)),
+                optional(&broadcast_bias(operands.bias)),
                 launch.tensor(self.output_gradient.clone()),
                 BufferArg::from_raw_parts(self.row_statistics.clone(), 3 * self.rows),
                 launch.buffer(key, key_elements),

@@ -40,7 +40,7 @@ pub fn attention_forward(
     let launch = Launch::new(client, problem, blueprint.forward, &operands, None);
     let tile = blueprint.forward;
     let cubes = problem.seq_q.div_ceil(tile.block_q()) * problem.batch * problem.heads;
-    let (mask, mask_element) = broadcast_mask(problem, operands.mask);
+    let (mask, mask_element) = broadcast_mask(operands.mask);
     // SAFETY: the kernel reads rows and positions of the problem only, through the operands'
     // strides, and writes each element of the two packed outputs allocated above once.
     unsafe {
@@ -54,7 +54,7 @@ pub fn attention_forward(
             operands.key.into_tensor_arg(),
             operands.value.into_tensor_arg(),
             optional(&mask),
-            optional(&broadcast_bias(problem, operands.bias)),
+            optional(&broadcast_bias(operands.bias)),
             BufferArg::from_raw_parts(output.clone(), rows * problem.value_dim),
             BufferArg::from_raw_parts(statistics.clone(), 2 * rows),
             launch.geometry(),
@@ -387,14 +387,14 @@ impl<'a> Launch<'a> {
         } else {
             (operands.key, Some(operands.value))
         };
-        let (mask, mask_element) = broadcast_mask(self.problem, operands.mask);
+        let (mask, mask_element) = broadcast_mask(operands.mask);
         Bound {
             query: operands.query,
             key,
             value,
             mask,
             mask_element,
-            bias: broadcast_bias(self.problem, operands.bias),
+            bias: broadcast_bias(operands.bias),
         }
     }
 
