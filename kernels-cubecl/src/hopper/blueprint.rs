@@ -13,7 +13,7 @@ pub struct ForwardBlueprint {
     pub warpgroups: u32,
     /// Keys of a block, a multiple of 16.
     pub block_kv: usize,
-    /// Blocks of keys and values that shared memory holds.
+    /// Blocks of keys and values that shared memory holds, a power of two.
     pub stages: u32,
     /// Rows are rescaled once a probability would pass 2 to this; at most 8, for `f16`.
     pub slack: u32,
@@ -306,7 +306,7 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
         ],
         // A mask is read for every score, and its addresses take registers.
         (..=128, ..=128) if problem.mask.is_some() => {
-            vec![form(3, 112, 2), form(2, 128, 2), form(2, 64, 2)]
+            vec![form(3, 96, 2), form(2, 128, 2), form(2, 64, 2)]
         }
         (..=128, ..=128) => vec![
             form(3, 128, 2),
