@@ -1,7 +1,7 @@
 //! Which blocks serve a problem, and what the family declines: pure functions of plain data.
 
 use super::instructions::Products;
-use super::tiles::{ENTRY, QUERY_PANEL, entries};
+use super::tiles::QUERY_PANEL;
 use crate::device::Device;
 use flash_attention_spec::{Dtype, Problem};
 use thiserror::Error;
@@ -135,27 +135,33 @@ impl ForwardBlueprint {
         self.warpgroups as usize * 64
     }
 
-    /// Units of a cube.
+    /// Units of a cube: those of the warpgroups, and a plane that asks for what they read.
     pub const fn units(&self) -> u32 {
-        self.warpgroups * 128
+        self.warpgroups * 128 + 128
     }
 
-    /// Shared memory of a cube, in bytes: the query, stages of keys and values, barriers, and words.
+    /// Shared memory of a cube, in bytes: the query, stages of keys and values, and barriers.
     pub const fn shared_memory(&self) -> usize {
         let (key, value) = (self.head_dim.div_ceil(64), self.value_dim.div_ceil(64));
         let stages = self.stages as usize * self.block_kv;
         let elements = self.block_q() * 64 * key + stages * 64 * (key + value);
-        elements * 2 + 1024 + self.kept_words() * 4
+        elements * 2 + 1024
+    }
+
+    /// Registers of a unit of the plane that asks for copies, and of one that multiplies; a
+    /// multiprocessor has 512 for every four units that run side by side.
+    pub(crate) const fn registers(&self) -> (u32, u32) {
+        match self.warpgroups {
+            4 => (32, 112),
+            3 => (32, 160),
+            2 => (40, 232),
+            _ => (24, 232),
+        }
     }
 
     /// What copies fill: every warpgroup's queries, stages of keys and of values.
     pub(crate) const fn guarded(&self) -> u32 {
         self.warpgroups + 2 * self.stages
-    }
-
-    /// Words of shared memory that planes keep their tiles in.
-    pub(crate) const fn kept_words(&self) -> usize {
-        (self.warpgroups * 4 * entries(self.stages) * ENTRY / 4) as usize
     }
 
     /// Whether scores are dot products times a factor.
@@ -307,6 +313,9 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
         // A mask is read for every score, and its addresses take registers.
         (..=128, ..=128) if problem.mask.is_some() => {
             vec![form(3, 96, 2), form(2, 128, 2), form(2, 64, 2)]
+        }
+        (..=128, ..=128) if problem.softcap.is_some() || problem.bias.is_some() => {
+            vec![form(3, 112, 2), form(2, 128, 2), form(2, 64, 2)]
         }
         (..=128, ..=128) => vec![
             form(3, 128, 2),

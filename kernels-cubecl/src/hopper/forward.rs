@@ -1,6 +1,7 @@
-//! The forward kernel: a cube walks tiles of queries, one warpgroup 64 queries of each.
+//! The forward kernel: a cube walks tiles of queries, one warpgroup 64 queries of each, and a plane of
+//! its own asks for what they read.
 
-use super::arrivals::{barrier_init, barrier_wait};
+use super::arrivals::{barrier_arrive, barrier_init, barrier_wait, warpgroup_sync};
 use super::blueprint::ForwardBlueprint;
 use super::careful::{add_careful, non_finite};
 use super::instructions::*;
@@ -8,7 +9,7 @@ use super::output::{Chunk, store_rows};
 use super::pipeline::{load_stage, row_of};
 use super::softmax::{RowPair, masked_scores, probabilities};
 use super::tiles::*;
-use crate::schedule::{Geometry, wholly_visible};
+use crate::schedule::{Geometry, keys_of_block, keys_of_all};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
@@ -54,349 +55,241 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
         Shared::<[E]>::new_aligned_slice(comptime!(stages as usize * key_stage), 1024usize);
     let mut value_tiles =
         Shared::<[E]>::new_aligned_slice(comptime!(stages as usize * value_stage), 1024usize);
-    // Of every warpgroup's queries, then of stages of keys, then of stages of values: the barrier that
-    // tells that they are there, and how many planes are done with them.
+    // Of every warpgroup's queries, then of stages of keys, then of stages of values: that they are there,
+    // and that all warpgroups are done with them.
     let full = Shared::<[Barrier]>::new_slice(comptime!(blueprint.guarded() as usize));
-    let mut done = Shared::<[u32]>::new_slice(comptime!(blueprint.guarded() as usize));
-    let kept = Shared::<[u32]>::new_aligned_slice(comptime!(blueprint.kept_words()), 16usize);
+    let free = Shared::<[Barrier]>::new_slice(comptime!(blueprint.guarded() as usize));
+    let full_address = shared_address::<Barrier>(full.as_ptr());
+    let free_address = shared_address::<Barrier>(free.as_ptr());
     let first_key = comptime!(warpgroups);
     let first_value = comptime!(warpgroups + stages);
-    let full_address = shared_address::<Barrier>(full.as_ptr());
-    let kept_address = shared_address::<u32>(kept.as_ptr());
     let section = section as u32;
 
     if UNIT_POS == 0 {
         #[unroll]
         for i in 0..comptime!(blueprint.guarded()) {
             barrier_init(full_address + comptime!(8 * i), 1u32);
-            done[i as usize] = 0u32;
+            barrier_init(
+                free_address + comptime!(8 * i),
+                comptime!(if i < warpgroups { 1 } else { warpgroups }),
+            );
         }
     }
     sync_async_proxy_shared();
     sync_cube();
-    if UNIT_POS == 0 {
-        look_ahead(
-            &geometry,
-            kept_address,
-            0u32,
-            section,
-            0u32,
-            true,
-            blueprint,
-        );
-        #[unroll]
-        for w in 0..warpgroups {
-            load_stage(
-                &full[w as usize],
-                query,
-                &mut query_tile,
-                comptime!(w as usize * own_queries).runtime(),
-                word(kept_address, NEXT, 0u32) as i32,
-                word(kept_address, NEXT, 1u32) as i32,
-                word(kept_address, NEXT, 2u32) as i32 + comptime!(w as i32 * 64),
-                key_panels,
-                QUERY_PANEL,
-            );
-        }
-        #[unroll]
-        for s in 0..stages {
-            let row = word(kept_address, comptime!(KEYS + 1 + s), 2u32);
-            if row != NOTHING {
-                let batch = word(kept_address, comptime!(KEYS + 1 + s), 0u32) as i32;
-                let kv_head = word(kept_address, comptime!(KEYS + 1 + s), 1u32) as i32;
-                load_stage(
-                    &full[comptime!((first_key + s) as usize)],
-                    key,
-                    &mut key_tiles,
-                    comptime!(s as usize * key_stage).runtime(),
-                    batch,
-                    kv_head,
-                    row as i32,
-                    key_panels,
-                    panel,
-                );
-                load_stage(
-                    &full[comptime!((first_value + s) as usize)],
-                    value,
-                    &mut value_tiles,
-                    comptime!(s as usize * value_stage).runtime(),
-                    batch,
-                    kv_head,
-                    row as i32,
-                    value_panels,
-                    panel,
-                );
+
+    let plane = agreed(UNIT_POS / 32);
+    // Blocks of keys come and go in stages, across tiles.
+    let mut walked = 0u32;
+    let mut t = 0u32;
+    let (few, many) = comptime!(blueprint.registers());
+    if plane >= comptime!(warpgroups * 4) {
+        give_registers(few);
+        if UNIT_POS == comptime!(warpgroups * 128) {
+            while is_tile(&geometry, t, blueprint) {
+                let tile = tile_of(&geometry, t, section, blueprint);
+                for n in tile.first_block..tile.end_block {
+                    let row = ((tile.end_block - 1 - (n - tile.first_block))
+                        * comptime!(block_kv as u32)) as i32;
+                    let stage = walked % stages;
+                    // At first all are free.
+                    let round = walked / stages + 1;
+                    barrier_wait(free_address + (first_key + stage) * 8, round % 2);
+                    load_stage(
+                        &full[(first_key + stage) as usize],
+                        key,
+                        &mut key_tiles,
+                        stage as usize * key_stage,
+                        tile.batch as i32,
+                        tile.kv_head as i32,
+                        row,
+                        key_panels,
+                        panel,
+                    );
+                    if n == tile.first_block {
+                        #[unroll]
+                        for w in 0..warpgroups {
+                            barrier_wait(free_address + comptime!(8 * w), (t + 1) % 2);
+                            load_stage(
+                                &full[w as usize],
+                                query,
+                                &mut query_tile,
+                                comptime!(w as usize * own_queries).runtime(),
+                                tile.batch as i32,
+                                tile.head as i32,
+                                tile.first_query + comptime!(w as i32 * 64),
+                                key_panels,
+                                QUERY_PANEL,
+                            );
+                        }
+                    }
+                    barrier_wait(free_address + (first_value + stage) * 8, round % 2);
+                    load_stage(
+                        &full[(first_value + stage) as usize],
+                        value,
+                        &mut value_tiles,
+                        stage as usize * value_stage,
+                        tile.batch as i32,
+                        tile.kv_head as i32,
+                        row,
+                        value_panels,
+                        panel,
+                    );
+                    walked += 1;
+                }
+                t += 1;
             }
         }
-    }
+    } else {
+        take_registers(many);
+        let warpgroup = plane / 4;
+        let speaks = UNIT_POS % 128 == 0;
+        let query_address = shared_address::<E>(query_tile.as_ptr())
+            + warpgroup * comptime!((own_queries * 2) as u32);
+        let key_address = shared_address::<E>(key_tiles.as_ptr());
+        let value_address = shared_address::<E>(value_tiles.as_ptr());
+        let score_body = comptime!(blueprint.products().scores(blueprint.score_registers()));
+        let value_body = comptime!(blueprint.products().values(
+            blueprint.output_registers(),
+            blueprint.probability_registers()
+        ));
+        while is_tile(&geometry, t, blueprint) {
+            let tile = tile_of(&geometry, t, section, blueprint);
+            let own_query = tile.first_query + (warpgroup * 64) as i32;
+            // The blocks that some of the warpgroup's queries see, and those that all do. It passes by
+            // the others.
+            let some = keys_of_block(&geometry, own_query, 64usize);
+            let some_first = some.first as u32 / comptime!(block_kv as u32);
+            let mut some_end = (some.end as u32).div_ceil(comptime!(block_kv as u32));
+            if own_query >= geometry.seq_q {
+                some_end = 0u32;
+            }
+            let all = keys_of_all(&geometry, own_query, 64usize);
+            let all_first = (all.first as u32).div_ceil(comptime!(block_kv as u32));
+            let all_end = all.end as u32 / comptime!(block_kv as u32);
 
-    let plane = plane_broadcast(UNIT_POS / 32, 0u32);
-    let words = kept_address + plane * comptime!(entries(stages) * ENTRY);
-    let warpgroup = plane / 4;
-    let query_address =
-        shared_address::<E>(query_tile.as_ptr()) + warpgroup * comptime!((own_queries * 2) as u32);
-    let key_address = shared_address::<E>(key_tiles.as_ptr());
-    let value_address = shared_address::<E>(value_tiles.as_ptr());
-    let done_address = shared_address::<u32>(done.as_ptr());
-    let score_body = comptime!(blueprint.products().scores(blueprint.score_registers()));
-    let value_body = comptime!(blueprint.products().values(
-        blueprint.output_registers(),
-        blueprint.probability_registers()
-    ));
+            let mut rows = RowPair::new(&geometry, blueprint);
+            let mut acc = Vector::<f32, O>::new(0.0f32);
+            barrier_wait(full_address + warpgroup * 8, t % 2);
+            let mut left = tile.end_block;
+            while left > tile.first_block {
+                let block = left - 1;
+                let stage = walked % stages;
+                let phase = walked / stages % 2;
+                let mine = block >= some_first && block < some_end;
+                let mut p = Vector::<u32, P>::new(0u32);
 
-    // Blocks of keys so far: they come and go in stages, across tiles.
-    let mut filled = 0u32;
-    let mut t = 0u32;
-    let mut going = true;
-    while going {
-        sync_plane();
-        // From a broadcast the compiler knows that a plane's units agree.
-        let count = look_ahead(&geometry, words, t, section, warpgroup, false, blueprint);
-        sync_plane();
-        let mut left = plane_broadcast(count, 0u32);
-        let mut rows = RowPair::new(&geometry, blueprint);
-        let mut acc = Vector::<f32, O>::new(0.0f32);
-        barrier_wait(full_address + warpgroup * 8, t % 2);
-
-        while left > 0 {
-            let block = word(words, OWN, 3u32) + left - 1;
-            let stage = filled % stages;
-            let phase = filled / stages % 2;
-            // A warpgroup passes by what its own queries do not see.
-            let mine = block >= word(words, OWN, 1u32) && block < word(words, OWN, 2u32);
-            let mut p = Vector::<u32, P>::new(0u32);
-
-            barrier_wait(full_address + (first_key + stage) * 8, phase);
-            // How to multiply: not at all (2), careful of what is not finite (1), or as it is (0).
-            let mut way = 2u32;
-            if mine {
-                let mut scores = dot_product::<S>(
-                    row_descriptor(query_address),
-                    row_descriptor(key_address + stage * comptime!((key_stage * 2) as u32)),
-                    comptime!(score_body.clone()),
-                );
-                release_stage(
-                    done_address,
-                    words,
-                    first_key,
-                    stage,
-                    left,
-                    &full,
-                    key,
-                    &mut key_tiles,
-                    key_panels,
-                    blueprint,
-                );
-                release_queries(
-                    done_address,
-                    words,
-                    left,
-                    &full,
-                    query,
-                    &mut query_tile,
-                    blueprint,
-                );
-                let own_query = plane_broadcast(word(words, OWN, 0u32), 0u32) as i32;
-                let first_kv = plane_broadcast(first_key_of(words, left, block_kv), 0u32);
-                let edge = comptime!(mask.is_some() || bias.is_some() || blueprint.capped)
-                    || !wholly_visible(&geometry, own_query, first_kv, 64usize, block_kv);
-                if edge {
-                    let unit = unit_again();
-                    scores = masked_scores::<E, M, S>(
-                        scores,
-                        own_query + row_of(unit),
-                        first_kv + ((unit % 4) * 2) as i32,
-                        plane_broadcast(word(words, KEYS, 0u32), 0u32) as usize,
-                        plane_broadcast(word(words, KEYS, 3u32), 0u32) as usize,
-                        &mask,
-                        &bias,
-                        &geometry,
-                        blueprint,
+                barrier_wait(full_address + (first_key + stage) * 8, phase);
+                // How to multiply: not at all (2), careful of what is not finite (1), or as it is (0).
+                let mut way = 2u32;
+                if mine {
+                    let mut scores = dot_product::<S>(
+                        row_descriptor(query_address),
+                        row_descriptor(key_address + stage * comptime!((key_stage * 2) as u32)),
+                        comptime!(score_body.clone()),
                     );
+                    // A product is done in all of a warpgroup's planes at once, and one unit speaks for
+                    // them.
+                    if speaks {
+                        barrier_arrive(free_address + (first_key + stage) * 8);
+                        if block == tile.first_block {
+                            barrier_arrive(free_address + warpgroup * 8);
+                        }
+                    }
+                    let edge = comptime!(mask.is_some() || bias.is_some() || blueprint.capped)
+                        || block < all_first
+                        || block >= all_end;
+                    if edge {
+                        let unit = unit_again();
+                        scores = masked_scores::<E, M, S>(
+                            scores,
+                            own_query + row_of(unit),
+                            (block * comptime!(block_kv as u32) + (unit % 4) * 2) as i32,
+                            tile.batch as usize,
+                            tile.head as usize,
+                            &mask,
+                            &bias,
+                            &geometry,
+                            blueprint,
+                        );
+                    }
+                    let growth = rows.grow::<S>(scores, blueprint);
+                    if plane_any(growth) {
+                        let (a0, a1) = rows.rescale();
+                        #[unroll]
+                        for j in 0..comptime!(blueprint.value_dim / 8) {
+                            acc.insert(4 * j, acc.extract(4 * j) * a0);
+                            acc.insert(4 * j + 1, acc.extract(4 * j + 1) * a0);
+                            acc.insert(4 * j + 2, acc.extract(4 * j + 2) * a1);
+                            acc.insert(4 * j + 3, acc.extract(4 * j + 3) * a1);
+                        }
+                    }
+                    p = probabilities::<S, P>(scores, &mut rows, blueprint);
+                    barrier_wait(full_address + (first_value + stage) * 8, phase);
+                    way = 0u32;
+                    if edge {
+                        way = non_finite(
+                            value_address + stage * comptime!((value_stage * 2) as u32),
+                            block_kv,
+                            blueprint.value_dim,
+                            blueprint.warpgroups,
+                            element,
+                        );
+                    }
+                } else {
+                    if speaks {
+                        barrier_arrive(free_address + (first_key + stage) * 8);
+                        if block == tile.first_block {
+                            barrier_arrive(free_address + warpgroup * 8);
+                        }
+                    }
+                    barrier_wait(full_address + (first_value + stage) * 8, phase);
                 }
-                let growth = rows.grow::<S>(scores, blueprint);
-                if plane_any(growth) {
-                    let (a0, a1) = rows.rescale();
-                    #[unroll]
-                    for j in 0..comptime!(blueprint.value_dim / 8) {
-                        acc.insert(4 * j, acc.extract(4 * j) * a0);
-                        acc.insert(4 * j + 1, acc.extract(4 * j + 1) * a0);
-                        acc.insert(4 * j + 2, acc.extract(4 * j + 2) * a1);
-                        acc.insert(4 * j + 3, acc.extract(4 * j + 3) * a1);
+                if way < 2 {
+                    if way == 0 {
+                        acc = value_product::<P, O>(
+                            acc,
+                            p,
+                            column_descriptor(
+                                value_address + stage * comptime!((value_stage * 2) as u32),
+                                comptime!(panel * 2),
+                            ),
+                            comptime!(value_body.clone()),
+                        );
+                    } else {
+                        acc = add_careful::<P, O>(
+                            acc,
+                            p,
+                            value_address + stage * comptime!((value_stage * 2) as u32),
+                            unit_again() % 32,
+                            0usize,
+                            block_kv,
+                            blueprint.value_dim,
+                            element,
+                        );
+                        // All of the warpgroup's reads are back before one of its units says so.
+                        warpgroup_sync(warpgroup, warpgroups);
                     }
                 }
-                p = probabilities::<S, P>(scores, &mut rows, blueprint);
-                barrier_wait(full_address + (first_value + stage) * 8, phase);
-                way = 0u32;
-                if edge {
-                    way = non_finite(
-                        value_address + stage * comptime!((value_stage * 2) as u32),
-                        block_kv,
-                        blueprint.value_dim,
-                        blueprint.warpgroups,
-                        element,
-                    );
+                if speaks {
+                    barrier_arrive(free_address + (first_value + stage) * 8);
                 }
-            } else {
-                release_stage(
-                    done_address,
-                    words,
-                    first_key,
-                    stage,
-                    left,
-                    &full,
-                    key,
-                    &mut key_tiles,
-                    key_panels,
-                    blueprint,
-                );
-                release_queries(
-                    done_address,
-                    words,
-                    left,
-                    &full,
-                    query,
-                    &mut query_tile,
-                    blueprint,
-                );
-                barrier_wait(full_address + (first_value + stage) * 8, phase);
+                walked += 1;
+                left -= 1;
             }
-            if way < 2 {
-                if way == 0 {
-                    acc = value_product::<P, O>(
-                        acc,
-                        p,
-                        column_descriptor(
-                            value_address + stage * comptime!((value_stage * 2) as u32),
-                            comptime!(panel * 2),
-                        ),
-                        comptime!(value_body.clone()),
-                    );
-                } else {
-                    acc = add_careful::<P, O>(
-                        acc,
-                        p,
-                        value_address + stage * comptime!((value_stage * 2) as u32),
-                        unit_again() % 32,
-                        0usize,
-                        block_kv,
-                        blueprint.value_dim,
-                        element,
-                    );
-                }
-            }
-            release_stage(
-                done_address,
-                words,
-                first_value,
-                stage,
-                left,
-                &full,
-                value,
-                &mut value_tiles,
-                value_panels,
+            // Found out again, so that no register holds it all along.
+            let tile = tile_of(&geometry, again(t), section, blueprint);
+            store_rows::<O>(
+                acc,
+                &rows,
+                (tile.batch * geometry.heads as u32 + tile.head) as usize,
+                tile.first_query + (agreed(unit_again() / 32) / 4 * 64) as i32,
+                output,
+                statistics,
+                &geometry,
                 blueprint,
             );
-            left -= 1;
-            filled += 1;
-        }
-
-        let batch = word(words, KEYS, 0u32) as usize;
-        store_rows::<O>(
-            acc,
-            &rows,
-            batch * geometry.heads + word(words, KEYS, 3u32) as usize,
-            word(words, OWN, 0u32) as i32,
-            output,
-            statistics,
-            &geometry,
-            blueprint,
-        );
-        t = plane_broadcast(word(words, NEXT, 3u32), 0u32);
-        going = t != 0;
-    }
-}
-
-/// The plane is done with a stage of keys or values, whose barriers begin at `first`; the last of the
-/// cube's planes refills it, across tiles. Nobody waits.
-///
-/// Kernels evaluate both sides of `&&`: the count stands in an `if` of its own.
-#[cube]
-#[allow(clippy::too_many_arguments, clippy::collapsible_if)]
-fn release_stage<E: Float>(
-    done: u32,
-    words: u32,
-    #[comptime] first: u32,
-    stage: u32,
-    left: u32,
-    full: &Shared<[Barrier]>,
-    operand: &TensorMap<E, Tiled>,
-    tiles: &mut Shared<[E]>,
-    #[comptime] panels: usize,
-    #[comptime] blueprint: ForwardBlueprint,
-) {
-    let stages = comptime!(blueprint.stages);
-    let last_plane = comptime!(blueprint.warpgroups * 4 - 1);
-    let panel = comptime!(blueprint.block_kv * 64);
-    // Every lane's reads are back.
-    sync_plane();
-    if unit_again() % 32 == 0 {
-        if count_up(done + (first + stage) * 4, last_plane) == last_plane {
-            let after = select(left > stages, 0u32, stages + 1 - left);
-            let entry = words + after * ENTRY;
-            let mut row = word(entry, KEYS, 2u32);
-            if left > stages {
-                row = first_key_of(words, left - stages, blueprint.block_kv) as u32;
-            }
-            if row != NOTHING {
-                load_stage(
-                    &full[(first + stage) as usize],
-                    operand,
-                    tiles,
-                    stage as usize * comptime!(panels * panel),
-                    word(entry, KEYS, 0u32) as i32,
-                    word(entry, KEYS, 1u32) as i32,
-                    row as i32,
-                    panels,
-                    panel,
-                );
-            }
-        }
-    }
-    sync_plane();
-}
-
-/// At the tile's last block the plane is done with its queries, too; the last of the warpgroup's planes
-/// asks for those of the next tile.
-#[cube]
-#[allow(clippy::too_many_arguments, clippy::collapsible_if)]
-fn release_queries<E: Float>(
-    done: u32,
-    words: u32,
-    left: u32,
-    full: &Shared<[Barrier]>,
-    query: &TensorMap<E, Tiled>,
-    tiles: &mut Shared<[E]>,
-    #[comptime] blueprint: ForwardBlueprint,
-) {
-    let panels = comptime!(blueprint.head_dim.div_ceil(64));
-    let unit = unit_again();
-    let warpgroup = unit / 128;
-    if unit % 32 == 0 && left == 1 {
-        if count_up(done + warpgroup * 4, 3u32) == 3 {
-            if word(words, NEXT, 3u32) != 0 {
-                load_stage(
-                    &full[warpgroup as usize],
-                    query,
-                    tiles,
-                    warpgroup as usize * comptime!(panels * QUERY_PANEL),
-                    word(words, NEXT, 0u32) as i32,
-                    word(words, NEXT, 1u32) as i32,
-                    word(words, NEXT, 2u32) as i32,
-                    panels,
-                    QUERY_PANEL,
-                );
-            }
+            t += 1;
         }
     }
 }
