@@ -15,6 +15,8 @@ pub struct ForwardBlueprint {
     pub block_kv: usize,
     /// Blocks of keys and values that shared memory holds, a power of two.
     pub stages: u32,
+    /// Tiles whose queries shared memory holds.
+    pub query_stages: u32,
     /// Rows are rescaled once a probability would pass 2 to this; at most 8, for `f16`.
     pub slack: u32,
     /// Features of query and key.
@@ -144,7 +146,8 @@ impl ForwardBlueprint {
     pub const fn shared_memory(&self) -> usize {
         let (key, value) = (self.head_dim.div_ceil(64), self.value_dim.div_ceil(64));
         let stages = self.stages as usize * self.block_kv;
-        let elements = self.block_q() * 64 * key + stages * 64 * (key + value);
+        let queries = self.query_stages as usize * self.block_q();
+        let elements = queries * 64 * key + stages * 64 * (key + value);
         elements * 2 + 1024
     }
 
@@ -161,7 +164,7 @@ impl ForwardBlueprint {
 
     /// What copies fill: every warpgroup's queries, stages of keys and of values.
     pub(crate) const fn guarded(&self) -> u32 {
-        self.warpgroups + 2 * self.stages
+        self.query_stages * self.warpgroups + 2 * self.stages
     }
 
     /// Whether scores are dot products times a factor.
@@ -294,6 +297,8 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
         warpgroups,
         block_kv,
         stages,
+        // Shared memory does not hold more of wide heads.
+        query_stages: if problem.head_dim <= 128 { 2 } else { 1 },
         slack: 8,
         head_dim: problem.head_dim,
         value_dim: problem.value_dim,
@@ -302,7 +307,12 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
         biased: problem.bias.is_some(),
         negated: problem.softcap.is_none() && problem.bias.is_none() && problem.scale < 0.0,
     };
-    match (problem.head_dim, problem.value_dim) {
+    let mut all = Vec::new();
+    if let Ok(text) = std::env::var("FWD") {
+        let n: Vec<usize> = text.split(',').map(|x| x.parse().unwrap()).collect();
+        all.push(form(n[0] as u32, n[1], n[2] as u32));
+    }
+    all.extend(match (problem.head_dim, problem.value_dim) {
         (..=64, ..=64) => vec![
             form(4, 96, 4),
             form(4, 128, 4),
@@ -325,7 +335,8 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
         ],
         (..=256, ..=128) | (..=192, ..=192) => vec![form(2, 96, 2), form(2, 64, 2)],
         _ => vec![form(2, 80, 2), form(2, 64, 2)],
-    }
+    });
+    all
 }
 
 /// Whether the copy engine can read an operand of that shape and those strides, in elements of two

@@ -48,9 +48,11 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
     let key_stage = comptime!(key_panels * panel);
     let value_stage = comptime!(value_panels * panel);
     let element = comptime!(blueprint.element());
+    let query_stages = comptime!(blueprint.query_stages);
+    let guarded_queries = comptime!(query_stages * warpgroups);
 
     let mut query_tile =
-        Shared::<[E]>::new_aligned_slice(comptime!(warpgroups as usize * own_queries), 1024usize);
+        Shared::<[E]>::new_aligned_slice(comptime!(guarded_queries as usize * own_queries), 1024usize);
     let mut key_tiles =
         Shared::<[E]>::new_aligned_slice(comptime!(stages as usize * key_stage), 1024usize);
     let mut value_tiles =
@@ -61,8 +63,8 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
     let free = Shared::<[Barrier]>::new_slice(comptime!(blueprint.guarded() as usize));
     let full_address = shared_address::<Barrier>(full.as_ptr());
     let free_address = shared_address::<Barrier>(free.as_ptr());
-    let first_key = comptime!(warpgroups);
-    let first_value = comptime!(warpgroups + stages);
+    let first_key = comptime!(guarded_queries);
+    let first_value = comptime!(guarded_queries + stages);
     let section = section as u32;
 
     if UNIT_POS == 0 {
@@ -71,7 +73,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
             barrier_init(full_address + comptime!(8 * i), 1u32);
             barrier_init(
                 free_address + comptime!(8 * i),
-                comptime!(if i < warpgroups { 1 } else { warpgroups }),
+                comptime!(if i < guarded_queries { 1 } else { warpgroups }),
             );
         }
     }
@@ -107,17 +109,17 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
                         panel,
                     );
                     if n == tile.first_block {
-                        #[unroll]
                         for w in 0..warpgroups {
-                            barrier_wait(free_address + comptime!(8 * w), (t + 1) % 2);
+                            let own = t % query_stages * warpgroups + w;
+                            barrier_wait(free_address + own * 8, (t / query_stages + 1) % 2);
                             load_stage(
-                                &full[w as usize],
+                                &full[own as usize],
                                 query,
                                 &mut query_tile,
-                                comptime!(w as usize * own_queries).runtime(),
+                                own as usize * own_queries,
                                 tile.batch as i32,
                                 tile.head as i32,
-                                tile.first_query + comptime!(w as i32 * 64),
+                                tile.first_query + (w * 64) as i32,
                                 key_panels,
                                 QUERY_PANEL,
                             );
@@ -144,8 +146,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
         take_registers(many);
         let warpgroup = plane / 4;
         let speaks = UNIT_POS % 128 == 0;
-        let query_address = shared_address::<E>(query_tile.as_ptr())
-            + warpgroup * comptime!((own_queries * 2) as u32);
+        let queries_address = shared_address::<E>(query_tile.as_ptr());
         let key_address = shared_address::<E>(key_tiles.as_ptr());
         let value_address = shared_address::<E>(value_tiles.as_ptr());
         let score_body = comptime!(blueprint.products().scores(blueprint.score_registers()));
@@ -170,7 +171,8 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
 
             let mut rows = RowPair::new(&geometry, blueprint);
             let mut acc = Vector::<f32, O>::new(0.0f32);
-            barrier_wait(full_address + warpgroup * 8, t % 2);
+            let own = t % query_stages * warpgroups + warpgroup;
+            barrier_wait(full_address + own * 8, t / query_stages % 2);
             let mut left = tile.end_block;
             while left > tile.first_block {
                 let block = left - 1;
@@ -184,7 +186,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
                 let mut way = 2u32;
                 if mine {
                     let mut scores = dot_product::<S>(
-                        row_descriptor(query_address),
+                        row_descriptor(queries_address + own * comptime!((own_queries * 2) as u32)),
                         row_descriptor(key_address + stage * comptime!((key_stage * 2) as u32)),
                         comptime!(score_body.clone()),
                     );
@@ -193,7 +195,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
                     if speaks {
                         barrier_arrive(free_address + (first_key + stage) * 8);
                         if block == tile.first_block {
-                            barrier_arrive(free_address + warpgroup * 8);
+                            barrier_arrive(free_address + own * 8);
                         }
                     }
                     let edge = comptime!(mask.is_some() || bias.is_some() || blueprint.capped)
@@ -240,7 +242,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
                     if speaks {
                         barrier_arrive(free_address + (first_key + stage) * 8);
                         if block == tile.first_block {
-                            barrier_arrive(free_address + warpgroup * 8);
+                            barrier_arrive(free_address + own * 8);
                         }
                     }
                     barrier_wait(full_address + (first_value + stage) * 8, phase);
