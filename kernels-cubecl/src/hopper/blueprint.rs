@@ -137,9 +137,9 @@ impl ForwardBlueprint {
         self.warpgroups as usize * 64
     }
 
-    /// Units of a cube: those of the warpgroups, and a plane that asks for what they read.
+    /// Units of a cube: those of the warpgroups, and one more whose first plane asks for what they read.
     pub const fn units(&self) -> u32 {
-        self.warpgroups * 128 + 128
+        (self.warpgroups + 1) * 128
     }
 
     /// Shared memory of a cube, in bytes: the query, stages of keys and values, and barriers.
@@ -151,9 +151,9 @@ impl ForwardBlueprint {
         elements * 2 + 1024
     }
 
-    /// Registers of a unit of the plane that asks for copies, and of one that multiplies; a
-    /// multiprocessor has 512 for every four units that run side by side.
-    pub(crate) const fn registers(&self) -> (u32, u32) {
+    /// Registers of a unit of the warpgroup whose first plane asks for copies, and of one that multiplies.
+    /// All begin with the same number, a multiple of 8, and together have no more afterwards.
+    pub const fn registers(&self) -> (u32, u32) {
         match self.warpgroups {
             4 => (32, 112),
             3 => (32, 160),
@@ -293,12 +293,17 @@ pub(super) fn check_problem(problem: &Problem, device: &Device) -> Result<(), De
 
 /// Blueprints worth measuring for a problem, the fastest known first.
 pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
+    let plain = problem.softcap.is_none() && problem.bias.is_none() && problem.mask.is_none();
     let form = |warpgroups: u32, block_kv: usize, stages: u32| ForwardBlueprint {
         warpgroups,
         block_kv,
         stages,
-        // Shared memory does not hold more of wide heads.
-        query_stages: if problem.head_dim <= 128 { 2 } else { 1 },
+        // Shared memory does not hold more of wide heads, nor registers with options.
+        query_stages: if problem.head_dim <= 128 && plain {
+            2
+        } else {
+            1
+        },
         slack: 8,
         head_dim: problem.head_dim,
         value_dim: problem.value_dim,
@@ -307,36 +312,17 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
         biased: problem.bias.is_some(),
         negated: problem.softcap.is_none() && problem.bias.is_none() && problem.scale < 0.0,
     };
-    let mut all = Vec::new();
-    if let Ok(text) = std::env::var("FWD") {
-        let n: Vec<usize> = text.split(',').map(|x| x.parse().unwrap()).collect();
-        all.push(form(n[0] as u32, n[1], n[2] as u32));
-    }
-    all.extend(match (problem.head_dim, problem.value_dim) {
-        (..=64, ..=64) => vec![
-            form(4, 96, 4),
-            form(4, 128, 4),
-            form(3, 128, 4),
-            form(2, 128, 4),
-            form(2, 96, 4),
-        ],
-        // A mask is read for every score, and its addresses take registers.
+    match (problem.head_dim, problem.value_dim) {
+        (..=64, ..=64) => vec![form(3, 128, 4), form(4, 96, 4), form(2, 128, 4)],
+        (..=128, ..=128) if plain => vec![form(3, 128, 2), form(3, 112, 2), form(2, 128, 2)],
+        // What options need for every score takes registers, a mask's addresses most.
         (..=128, ..=128) if problem.mask.is_some() => {
-            vec![form(3, 96, 2), form(2, 128, 2), form(2, 64, 2)]
+            vec![form(3, 80, 2), form(2, 128, 2), form(2, 64, 2)]
         }
-        (..=128, ..=128) if problem.softcap.is_some() || problem.bias.is_some() => {
-            vec![form(3, 112, 2), form(2, 128, 2), form(2, 64, 2)]
-        }
-        (..=128, ..=128) => vec![
-            form(3, 128, 2),
-            form(3, 112, 2),
-            form(2, 128, 2),
-            form(2, 64, 2),
-        ],
+        (..=128, ..=128) => vec![form(3, 96, 2), form(2, 128, 2), form(2, 64, 2)],
         (..=256, ..=128) | (..=192, ..=192) => vec![form(2, 96, 2), form(2, 64, 2)],
         _ => vec![form(2, 80, 2), form(2, 64, 2)],
-    });
-    all
+    }
 }
 
 /// Whether the copy engine can read an operand of that shape and those strides, in elements of two

@@ -1,7 +1,7 @@
 //! The forward kernel: a cube walks tiles of queries, one warpgroup 64 queries of each, and a plane of
 //! its own asks for what they read.
 
-use super::arrivals::{barrier_arrive, barrier_init, barrier_wait, warpgroup_sync};
+use super::arrivals::{barrier_arrive, barrier_init, barrier_wait};
 use super::blueprint::ForwardBlueprint;
 use super::careful::{add_careful, non_finite};
 use super::instructions::*;
@@ -9,7 +9,7 @@ use super::output::{Chunk, store_rows};
 use super::pipeline::{load_stage, row_of};
 use super::softmax::{RowPair, masked_scores, probabilities};
 use super::tiles::*;
-use crate::schedule::{Geometry, keys_of_block, keys_of_all};
+use crate::schedule::{Geometry, keys_of_all, keys_of_block};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
@@ -51,14 +51,16 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
     let query_stages = comptime!(blueprint.query_stages);
     let guarded_queries = comptime!(query_stages * warpgroups);
 
-    let mut query_tile =
-        Shared::<[E]>::new_aligned_slice(comptime!(guarded_queries as usize * own_queries), 1024usize);
+    let mut query_tile = Shared::<[E]>::new_aligned_slice(
+        comptime!(guarded_queries as usize * own_queries),
+        1024usize,
+    );
     let mut key_tiles =
         Shared::<[E]>::new_aligned_slice(comptime!(stages as usize * key_stage), 1024usize);
     let mut value_tiles =
         Shared::<[E]>::new_aligned_slice(comptime!(stages as usize * value_stage), 1024usize);
     // Of every warpgroup's queries, then of stages of keys, then of stages of values: that they are there,
-    // and that all warpgroups are done with them.
+    // and that every plane which reads them is done with them.
     let full = Shared::<[Barrier]>::new_slice(comptime!(blueprint.guarded() as usize));
     let free = Shared::<[Barrier]>::new_slice(comptime!(blueprint.guarded() as usize));
     let full_address = shared_address::<Barrier>(full.as_ptr());
@@ -73,7 +75,11 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
             barrier_init(full_address + comptime!(8 * i), 1u32);
             barrier_init(
                 free_address + comptime!(8 * i),
-                comptime!(if i < guarded_queries { 1 } else { warpgroups }),
+                comptime!(if i < guarded_queries {
+                    4
+                } else {
+                    4 * warpgroups
+                }),
             );
         }
     }
@@ -90,6 +96,17 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
         if UNIT_POS == comptime!(warpgroups * 128) {
             while is_tile(&geometry, t, blueprint) {
                 let tile = tile_of(&geometry, t, section, blueprint);
+                if comptime!(query_stages > 1) {
+                    load_queries_of_tile(
+                        free_address,
+                        &full,
+                        query,
+                        &mut query_tile,
+                        tile,
+                        t,
+                        blueprint,
+                    );
+                }
                 for n in tile.first_block..tile.end_block {
                     let row = ((tile.end_block - 1 - (n - tile.first_block))
                         * comptime!(block_kv as u32)) as i32;
@@ -108,20 +125,17 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
                         key_panels,
                         panel,
                     );
-                    if n == tile.first_block {
-                        for w in 0..warpgroups {
-                            let own = t % query_stages * warpgroups + w;
-                            barrier_wait(free_address + own * 8, (t / query_stages + 1) % 2);
-                            load_stage(
-                                &full[own as usize],
+                    // Queries have to wait for those of the tile before where there is no room for both.
+                    if comptime!(query_stages == 1) {
+                        if n == tile.first_block {
+                            load_queries_of_tile(
+                                free_address,
+                                &full,
                                 query,
                                 &mut query_tile,
-                                own as usize * own_queries,
-                                tile.batch as i32,
-                                tile.head as i32,
-                                tile.first_query + (w * 64) as i32,
-                                key_panels,
-                                QUERY_PANEL,
+                                tile,
+                                t,
+                                blueprint,
                             );
                         }
                     }
@@ -145,7 +159,9 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
     } else {
         take_registers(many);
         let warpgroup = plane / 4;
-        let speaks = UNIT_POS % 128 == 0;
+        // Speaks for its plane, whose products are done and whose reads are back. The planes of a
+        // warpgroup do not run in step.
+        let speaks = UNIT_POS % 32 == 0;
         let queries_address = shared_address::<E>(query_tile.as_ptr());
         let key_address = shared_address::<E>(key_tiles.as_ptr());
         let value_address = shared_address::<E>(value_tiles.as_ptr());
@@ -190,8 +206,6 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
                         row_descriptor(key_address + stage * comptime!((key_stage * 2) as u32)),
                         comptime!(score_body.clone()),
                     );
-                    // A product is done in all of a warpgroup's planes at once, and one unit speaks for
-                    // them.
                     if speaks {
                         barrier_arrive(free_address + (first_key + stage) * 8);
                         if block == tile.first_block {
@@ -269,8 +283,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
                             blueprint.value_dim,
                             element,
                         );
-                        // All of the warpgroup's reads are back before one of its units says so.
-                        warpgroup_sync(warpgroup, warpgroups);
+                        sync_plane();
                     }
                 }
                 if speaks {
@@ -293,5 +306,37 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
             );
             t += 1;
         }
+    }
+}
+
+/// Asks for every warpgroup's queries of tile `t` of the cube, each once the warpgroup is done with those
+/// in their place.
+#[cube]
+fn load_queries_of_tile<E: Float>(
+    free_address: u32,
+    full: &Shared<[Barrier]>,
+    query: &TensorMap<E, Tiled>,
+    query_tile: &mut Shared<[E]>,
+    tile: Tile,
+    t: u32,
+    #[comptime] blueprint: ForwardBlueprint,
+) {
+    let query_stages = comptime!(blueprint.query_stages);
+    let warpgroups = comptime!(blueprint.warpgroups);
+    let key_panels = comptime!(blueprint.head_dim.div_ceil(64));
+    for w in 0..warpgroups {
+        let own = t % query_stages * warpgroups + w;
+        barrier_wait(free_address + own * 8, (t / query_stages + 1) % 2);
+        load_stage(
+            &full[own as usize],
+            query,
+            query_tile,
+            own as usize * comptime!(key_panels * QUERY_PANEL),
+            tile.batch as i32,
+            tile.head as i32,
+            tile.first_query + (w * 64) as i32,
+            key_panels,
+            QUERY_PANEL,
+        );
     }
 }

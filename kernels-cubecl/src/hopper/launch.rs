@@ -1,6 +1,7 @@
 //! Tensor maps over the operands as they lie, allocation and launch.
 
 use super::blueprint::{Declined, ForwardBlueprint, check_layout};
+use super::dealing::heads_side_by_side;
 use super::forward::forward_kernel;
 use crate::device::elem_type;
 use crate::operands::{Operands, broadcast_bias, broadcast_mask, geometry, optional};
@@ -97,15 +98,14 @@ pub fn attention_forward(
 }
 
 /// Cubes of the forward pass, one a multiprocessor at most, and heads whose tiles lie side by side in the
-/// list that the cubes deal out. Where tiles differ in length these are all heads: so the list ends with
-/// the shortest.
+/// list that the cubes deal out.
 fn tiles(client: &Client, problem: &Problem, blueprint: &ForwardBlueprint) -> (usize, usize) {
     let heads = problem.batch * problem.heads;
     let tiles = problem.seq_q.div_ceil(blueprint.block_q()) * heads;
     let processors = client.properties().hardware.num_streaming_multiprocessors;
     let cubes = processors.map_or(tiles, |count| tiles.min(count.max(1) as usize));
-    let side_by_side = if std::env::var_os("ALLHEADS").is_some() { heads } else { section(problem, problem.seq_kv, problem.group(), heads) };
-    (cubes, side_by_side)
+    let cached = section(problem, problem.seq_kv, problem.group(), heads);
+    (cubes, heads_side_by_side(problem, blueprint, cubes, cached))
 }
 
 /// Heads, of `heads`, whose cubes run side by side: the cache holds two operands of `rows` rows for

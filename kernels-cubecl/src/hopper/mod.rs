@@ -3,15 +3,15 @@
 //! A cube stays for the whole launch and takes one block of queries of a head after the other; each of its
 //! warpgroups owns 64 of them, with the output and a block of scores in registers. Keys and values come
 //! through shared memory in stages, by the copy engine, which also fills in zeros past the ends of a
-//! sequence and of a head. Stages run on across blocks of queries, and no warpgroup waits for another but
-//! for its stages: one ends its queries and starts the next while others multiply.
+//! sequence and of a head. A plane of its own asks for them, for one block of queries after the other, and
+//! leaves most of its registers to the warpgroups. No warpgroup waits for another but for its stages: one
+//! ends its queries and starts the next while others multiply.
 //!
 //! ```text
 //! for each visible key block, from the last          all warpgroups walk the same blocks
 //!     wait for K                                      a warpgroup that sees nothing of it passes by
 //!     S = Q K^T            one run of products, both operands in shared memory
-//!     done with K          the last plane of the cube asks for what comes into its stage
-//!     done with Q          after the last block: the next queries are asked for
+//!     done with K          and, at the last block, with Q: every plane says so for itself
 //!     hide, cap, bias      where the block is not wholly visible
 //!     m' = max(m, rowmax S)      over four neighbouring units
 //!     O, l *= 2^(m - m')   only where a maximum outgrew what f16 and f32 can carry
@@ -55,6 +55,7 @@
 mod arrivals;
 mod blueprint;
 mod careful;
+mod dealing;
 mod forward;
 mod gradient;
 mod gradient_blueprint;
