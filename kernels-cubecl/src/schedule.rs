@@ -56,6 +56,27 @@ pub(crate) fn keys_of_block(
     BlockRange { first, end }
 }
 
+/// The keys that every query of `first_query .. first_query + block_q` sees through the band; none where
+/// some are past the last query.
+#[cube]
+pub(crate) fn keys_of_all(
+    geometry: &Geometry,
+    first_query: i32,
+    #[comptime] block_q: usize,
+) -> BlockRange {
+    let last_query = first_query + comptime!(block_q as i32) - 1;
+    let mut first = first_key(last_query, geometry.offset, geometry.left);
+    first = select(first < 0, 0i32, first);
+    let mut end = end_key(first_query, geometry.offset, geometry.right);
+    if end > geometry.seq_kv {
+        end = geometry.seq_kv;
+    }
+    if end < first || last_query >= geometry.seq_q {
+        end = 0i32;
+    }
+    BlockRange { first, end }
+}
+
 /// The queries that see some key of `first_kv .. first_kv + block_kv` through the band.
 #[cube]
 pub(crate) fn queries_of_block(

@@ -68,12 +68,17 @@ fn every_variant_of_every_dimension_fits() {
                     blueprint.block_kv.is_multiple_of(16) && blueprint.block_kv <= 256,
                     "{case}"
                 );
-                assert!(blueprint.block_q() <= 256, "{case}: rows of a tensor copy");
+                assert!(blueprint.stages.is_power_of_two(), "{case}");
                 let held = (blueprint.block_kv + blueprint.value_dim) / 2;
-                let limit = 65_536 / blueprint.units() as usize;
+                let (few, many) = blueprint.registers();
                 assert!(
-                    held + 32 <= limit.min(255),
-                    "{case}: {held} registers of {limit}"
+                    held + 32 <= many as usize,
+                    "{case}: {held} registers of {many}"
+                );
+                let first = (65_536 / blueprint.units()) / 8 * 8;
+                assert!(
+                    few + many * blueprint.warpgroups <= first * (blueprint.warpgroups + 1),
+                    "{case}: more registers than the cube has"
                 );
             }
         }

@@ -38,7 +38,7 @@ const KNOWN: [(&str, u32, usize); 3] = [
     // The rows of a copy are no power of two of chunks, and its addresses take more than one register.
     ("mma forward bf16 d96v96 4x2x16 by 64 stages 2", 80, 100),
     // A mask alone is read for every score, and its addresses are live across the products.
-    ("hopper forward bf16 d128v128 3x64x128 mask", 90, 128),
+    ("hopper forward bf16 d128v128 3x64x80 mask", 90, 20),
     ("hopper query gradient bf16 d128v128 3x64x64 mask", 90, 80),
 ];
 

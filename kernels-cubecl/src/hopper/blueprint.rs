@@ -1,6 +1,7 @@
 //! Which blocks serve a problem, and what the family declines: pure functions of plain data.
 
 use super::instructions::Products;
+use super::tiles::QUERY_PANEL;
 use crate::device::Device;
 use flash_attention_spec::{Dtype, Problem};
 use thiserror::Error;
@@ -12,6 +13,10 @@ pub struct ForwardBlueprint {
     pub warpgroups: u32,
     /// Keys of a block, a multiple of 16.
     pub block_kv: usize,
+    /// Blocks of keys and values that shared memory holds, a power of two.
+    pub stages: u32,
+    /// Tiles whose queries shared memory holds.
+    pub query_stages: u32,
     /// Rows are rescaled once a probability would pass 2 to this; at most 8, for `f16`.
     pub slack: u32,
     /// Features of query and key.
@@ -132,16 +137,34 @@ impl ForwardBlueprint {
         self.warpgroups as usize * 64
     }
 
-    /// Units of a cube.
+    /// Units of a cube: those of the warpgroups, and one more whose first plane asks for what they read.
     pub const fn units(&self) -> u32 {
-        self.warpgroups * 128
+        (self.warpgroups + 1) * 128
     }
 
-    /// Shared memory of a cube, in bytes: the query, two stages of keys and values, and barriers.
+    /// Shared memory of a cube, in bytes: the query, stages of keys and values, and barriers.
     pub const fn shared_memory(&self) -> usize {
         let (key, value) = (self.head_dim.div_ceil(64), self.value_dim.div_ceil(64));
-        let elements = self.block_q() * 64 * key + 2 * self.block_kv * 64 * (key + value);
+        let stages = self.stages as usize * self.block_kv;
+        let queries = self.query_stages as usize * self.block_q();
+        let elements = queries * 64 * key + stages * 64 * (key + value);
         elements * 2 + 1024
+    }
+
+    /// Registers of a unit of the warpgroup whose first plane asks for copies, and of one that multiplies.
+    /// All begin with the same number, a multiple of 8, and together have no more afterwards.
+    pub const fn registers(&self) -> (u32, u32) {
+        match self.warpgroups {
+            4 => (32, 112),
+            3 => (32, 160),
+            2 => (40, 232),
+            _ => (24, 232),
+        }
+    }
+
+    /// What copies fill: every warpgroup's queries, stages of keys and of values.
+    pub(crate) const fn guarded(&self) -> u32 {
+        self.query_stages * self.warpgroups + 2 * self.stages
     }
 
     /// Whether scores are dot products times a factor.
@@ -176,7 +199,7 @@ impl ForwardBlueprint {
             block_kv: self.block_kv,
             head_dim: self.head_dim,
             value_dim: self.value_dim,
-            query_panel: self.block_q() * 128,
+            query_panel: QUERY_PANEL * 2,
             negated: self.negated,
         }
     }
@@ -270,9 +293,17 @@ pub(super) fn check_problem(problem: &Problem, device: &Device) -> Result<(), De
 
 /// Blueprints worth measuring for a problem, the fastest known first.
 pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
-    let form = |warpgroups: u32, block_kv: usize| ForwardBlueprint {
+    let plain = problem.softcap.is_none() && problem.bias.is_none() && problem.mask.is_none();
+    let form = |warpgroups: u32, block_kv: usize, stages: u32| ForwardBlueprint {
         warpgroups,
         block_kv,
+        stages,
+        // Shared memory does not hold more of wide heads, nor registers with options.
+        query_stages: if problem.head_dim <= 128 && plain {
+            2
+        } else {
+            1
+        },
         slack: 8,
         head_dim: problem.head_dim,
         value_dim: problem.value_dim,
@@ -282,16 +313,15 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
         negated: problem.softcap.is_none() && problem.bias.is_none() && problem.scale < 0.0,
     };
     match (problem.head_dim, problem.value_dim) {
-        (..=64, ..=64) => vec![
-            form(4, 96),
-            form(4, 128),
-            form(3, 128),
-            form(2, 128),
-            form(2, 96),
-        ],
-        (..=128, ..=128) => vec![form(3, 128), form(3, 112), form(2, 128), form(2, 64)],
-        (..=256, ..=128) | (..=192, ..=192) => vec![form(2, 96), form(2, 64)],
-        _ => vec![form(2, 80), form(2, 64)],
+        (..=64, ..=64) => vec![form(3, 128, 4), form(4, 96, 4), form(2, 128, 4)],
+        (..=128, ..=128) if plain => vec![form(3, 128, 2), form(3, 112, 2), form(2, 128, 2)],
+        // What options need for every score takes registers, a mask's addresses most.
+        (..=128, ..=128) if problem.mask.is_some() => {
+            vec![form(3, 80, 2), form(2, 128, 2), form(2, 64, 2)]
+        }
+        (..=128, ..=128) => vec![form(3, 96, 2), form(2, 128, 2), form(2, 64, 2)],
+        (..=256, ..=128) | (..=192, ..=192) => vec![form(2, 96, 2), form(2, 64, 2)],
+        _ => vec![form(2, 80, 2), form(2, 64, 2)],
     }
 }
 

@@ -41,16 +41,20 @@ impl Products {
         let results = registers(0, n / 2);
         let key_panel = n * 128;
         let sign = if self.negated { -1 } else { 1 };
-        let mut text = format!("{OPEN}wgmma.fence.sync.aligned;\n");
+        // Only the low half of a descriptor changes from step to step.
+        let mut text = format!(
+            "{OPEN}.reg .b32 l, q, k, qh, kh; mov.b64 {{q, qh}}, %{length}; mov.b64 {{k, kh}}, %{};\n\
+             wgmma.fence.sync.aligned;\n",
+            length + 1
+        );
         // 16 features a step, four steps a panel. Features past the last were filled with zeros.
         for step in 0..self.head_dim.div_ceil(16) {
             let at = |panel: usize| ((step / 4) * panel + (step % 4) * 32) / 16;
             let add = if step == 0 { "p0" } else { "p1" };
             text += &format!(
-                "add.s64 a, %{length}, {}; add.s64 b, %{}, {};\n\
+                "add.s32 l, q, {}; mov.b64 a, {{l, qh}}; add.s32 l, k, {}; mov.b64 b, {{l, kh}};\n\
                  wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} {results}, a, b, {add}, {sign}, 1, 0, 0;\n",
                 at(self.query_panel),
-                length + 1,
                 at(key_panel),
             );
         }
@@ -61,7 +65,10 @@ impl Products {
     pub fn values(&self, length: usize, probabilities: usize) -> String {
         let (n, element) = (self.value_dim, self.element);
         let results = registers(0, n / 2);
-        let mut text = OPEN.to_string();
+        let mut text = format!(
+            "{OPEN}.reg .b32 l, v, vh; mov.b64 {{v, vh}}, %{};\n",
+            2 * length + probabilities
+        );
         for i in 0..n / 2 {
             text += &format!("mov.f32 %{i}, %{};\n", length + i);
         }
@@ -69,9 +76,8 @@ impl Products {
         for step in 0..self.block_kv / 16 {
             let p = registers(2 * length + 4 * step, 4);
             text += &format!(
-                "add.s64 b, %{}, {};\n\
+                "add.s32 l, v, {}; mov.b64 b, {{l, vh}};\n\
                  wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} {results}, {p}, b, p1, 1, 1, 1;\n",
-                2 * length + probabilities,
                 step * 16 * 128 / 16,
             );
         }
@@ -275,5 +281,36 @@ pub(crate) fn reciprocal(x: f32) -> f32 {
 pub(crate) fn minus_infinity() -> f32 {
     let y: f32;
     gpu_asm!("mov.f32 {y}, 0fFF800000;", y = out(_) y, options(nomem));
+    y
+}
+
+/// Leaves a warpgroup's units `count` registers.
+#[cube]
+pub(crate) fn give_registers(#[comptime] count: u32) {
+    gpu_asm!("setmaxnreg.dec.sync.aligned.u32 {count};");
+}
+
+/// Waits until a warpgroup's units can have `count` registers.
+#[cube]
+pub(crate) fn take_registers(#[comptime] count: u32) {
+    gpu_asm!("setmaxnreg.inc.sync.aligned.u32 {count};");
+}
+
+/// `x`, which a plane's units agree on, so that the assembler knows it too: where this comes from, it
+/// keeps what follows in registers of the plane.
+#[cube]
+pub(crate) fn agreed(x: u32) -> u32 {
+    let x = by_value::<u32>(x);
+    let y: u32;
+    gpu_asm!("redux.sync.max.u32 {y}, {x}, -1;", x = in(_) x, y = out(_) y);
+    y
+}
+
+/// `x`, of which the compiler does not know that it has it already.
+#[cube]
+pub(crate) fn again(x: u32) -> u32 {
+    let x = by_value::<u32>(x);
+    let y: u32;
+    gpu_asm!("mov.b32 {y}, {x};", x = in(_) x, y = out(_) y);
     y
 }

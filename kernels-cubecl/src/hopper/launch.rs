@@ -1,9 +1,10 @@
 //! Tensor maps over the operands as they lie, allocation and launch.
 
 use super::blueprint::{Declined, ForwardBlueprint, check_layout};
+use super::dealing::heads_side_by_side;
 use super::forward::forward_kernel;
 use crate::device::elem_type;
-use crate::operands::{Operands, broadcast_bias, broadcast_mask, cube_count, geometry, optional};
+use crate::operands::{Operands, broadcast_bias, broadcast_mask, geometry, optional};
 use cubecl::ir::{AddressType, ElemType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -54,8 +55,7 @@ pub fn attention_forward(
     if rows == 0 {
         return (output, statistics);
     }
-    let heads = problem.batch * problem.heads;
-    let cubes = problem.seq_q.div_ceil(blueprint.block_q()) * heads;
+    let (cubes, section) = tiles(client, problem, blueprint);
     let longest = [
         &operands.bias,
         &operands.mask.as_ref().map(|(mask, _)| mask.clone()),
@@ -63,7 +63,7 @@ pub fn attention_forward(
     .into_iter()
     .flatten()
     .map(|x| x.handle.size as usize)
-    .chain([rows * problem.value_dim, cubes])
+    .chain([rows * problem.value_dim])
     .max()
     .unwrap_or(0);
     let (mask, mask_element) = broadcast_mask(operands.mask);
@@ -74,27 +74,38 @@ pub fn attention_forward(
     unsafe {
         forward_kernel::launch_unchecked(
             client,
-            cube_count(client, cubes),
+            CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(blueprint.units()),
             AddressType::from_len(longest),
             blueprint.score_registers(),
             blueprint.probability_registers(),
             blueprint.output_registers(),
-            tensor_map(operands.query, blueprint.block_q(), element),
+            tensor_map(operands.query, 64, element),
             tensor_map(operands.key, blueprint.block_kv, element),
             tensor_map(operands.value, blueprint.block_kv, element),
             optional(&mask),
             optional(&broadcast_bias(operands.bias)),
-            BufferArg::from_raw_parts(output.clone(), rows * problem.value_dim / 2),
+            BufferArg::from_raw_parts(output.clone(), rows * problem.value_dim / 8),
             BufferArg::from_raw_parts(statistics.clone(), 2 * rows),
             geometry(problem),
-            section(problem, problem.seq_kv, problem.group(), heads),
+            section,
             *blueprint,
             element,
             mask_element,
         );
     }
     (output, statistics)
+}
+
+/// Cubes of the forward pass, one a multiprocessor at most, and heads whose tiles lie side by side in the
+/// list that the cubes deal out.
+fn tiles(client: &Client, problem: &Problem, blueprint: &ForwardBlueprint) -> (usize, usize) {
+    let heads = problem.batch * problem.heads;
+    let tiles = problem.seq_q.div_ceil(blueprint.block_q()) * heads;
+    let processors = client.properties().hardware.num_streaming_multiprocessors;
+    let cubes = processors.map_or(tiles, |count| tiles.min(count.max(1) as usize));
+    let cached = section(problem, problem.seq_kv, problem.group(), heads);
+    (cubes, heads_side_by_side(problem, blueprint, cubes, cached))
 }
 
 /// Heads, of `heads`, whose cubes run side by side: the cache holds two operands of `rows` rows for

@@ -1,14 +1,17 @@
 //! Warpgroup products and tensor copies of compute capability 9.0, through CubeCL's CUDA C++ generator.
 //!
-//! A cube owns a block of queries of a head; each of its warpgroups owns 64 of them, with the output
-//! and a block of scores in registers. Keys and values come through shared memory in two stages each,
-//! by the copy engine, which also fills in zeros past the ends of a sequence and of a head.
+//! A cube stays for the whole launch and takes one block of queries of a head after the other; each of its
+//! warpgroups owns 64 of them, with the output and a block of scores in registers. Keys and values come
+//! through shared memory in stages, by the copy engine, which also fills in zeros past the ends of a
+//! sequence and of a head. A plane of its own asks for them, for one block of queries after the other, and
+//! leaves most of its registers to the warpgroups. No warpgroup waits for another but for its stages: one
+//! ends its queries and starts the next while others multiply.
 //!
 //! ```text
 //! for each visible key block, from the last          all warpgroups walk the same blocks
 //!     wait for K                                      a warpgroup that sees nothing of it passes by
 //!     S = Q K^T            one run of products, both operands in shared memory
-//!     done with K          the last plane of the cube asks for the block after the next
+//!     done with K          and, at the last block, with Q: every plane says so for itself
 //!     hide, cap, bias      where the block is not wholly visible
 //!     m' = max(m, rowmax S)      over four neighbouring units
 //!     O, l *= 2^(m - m')   only where a maximum outgrew what f16 and f32 can carry
@@ -52,6 +55,7 @@
 mod arrivals;
 mod blueprint;
 mod careful;
+mod dealing;
 mod forward;
 mod gradient;
 mod gradient_blueprint;
@@ -63,6 +67,7 @@ mod launch_wide;
 #[cfg(feature = "machine-code")]
 mod machine_code;
 mod one_pass;
+mod output;
 mod parts;
 mod pipeline;
 mod query_gradient;
@@ -70,6 +75,7 @@ mod query_sums;
 mod softmax;
 mod statistics;
 mod step;
+mod tiles;
 mod turns;
 mod wide_instructions;
 mod wide_key_value_gradient;

@@ -16,7 +16,7 @@ pub(crate) fn row_of(unit: u32) -> i32 {
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn load_stage<E: Float>(
-    full: &Shared<Barrier>,
+    full: &Barrier,
     operand: &TensorMap<E, Tiled>,
     tiles: &mut Shared<[E]>,
     at: usize,
@@ -35,7 +35,7 @@ pub(crate) fn load_stage<E: Float>(
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn load_rows<E: Float>(
-    full: &Shared<Barrier>,
+    full: &Barrier,
     operand: &TensorMap<E, Tiled>,
     tiles: &mut Shared<[E]>,
     at: usize,
