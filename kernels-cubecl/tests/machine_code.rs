@@ -34,9 +34,29 @@ use std::time::Instant;
 const CAPABILITIES: [u32; 4] = [80, 86, 89, 90];
 
 /// Spills that are let pass: how a kernel's name begins, the compute capability, and the bytes measured.
-const KNOWN: [(&str, u32, usize); 3] = [
+const KNOWN: [(&str, u32, usize); 20] = [
     // The rows of a copy are no power of two of chunks, and its addresses take more than one register.
     ("mma forward bf16 d96v96 4x2x16 by 64 stages 2", 80, 100),
+    // Parts of f32 operands come in fours next to each other, with few registers between. What is kept
+    // back is read once a block.
+    ("mma forward f32 d96v96 4x2x16", 80, 48),
+    ("mma forward f32 d96v96 4x2x16", 90, 372),
+    ("mma forward f32 d128v128 4x2x16", 90, 248),
+    ("mma forward f32 d192v192 4x1x16", 90, 24),
+    ("mma query gradient f32 d192v192 2x1x16", 90, 8),
+    ("mma query gradient f32 d256v256 2x1x16", 80, 224),
+    ("mma key value gradient f32 d64v64 4x2x16", 86, 128),
+    ("mma key value gradient f32 d64v64 4x2x16", 89, 128),
+    // Sums and gradients of scores fill the registers; what stays the same is read once a block.
+    ("mma key value gradient f32 d128v128 4x1x16", 80, 152),
+    ("mma key value gradient f32 d128v128 8x1x16", 90, 320),
+    ("mma key value gradient f32 d64v64 4x2x16", 90, 176),
+    ("mma key value gradient f32 d96v96 4x1x16", 86, 92),
+    ("mma key value gradient f32 d96v96 4x1x16", 89, 92),
+    ("mma key value gradient f32 d96v96 8x1x16", 80, 168),
+    ("mma key value gradient f32 d96v96 8x1x16", 90, 144),
+    ("mma query gradient f32 d128v128 4x1x16", 80, 32),
+    ("mma query gradient f32 d64v64 4x2x16", 90, 52),
     // A mask alone is read for every score, and its addresses are live across the products.
     ("hopper forward bf16 d128v128 3x64x80 mask", 90, 20),
     ("hopper query gradient bf16 d128v128 3x64x64 mask", 90, 80),

@@ -99,6 +99,7 @@ fn two_cubes_share_a_multiprocessor_where_there_is_room() {
         walked: 48,
         stages: 2,
         prefetch: true,
+        apart: false,
     };
     assert_eq!(blueprint.forward, expected);
 }
@@ -106,13 +107,37 @@ fn two_cubes_share_a_multiprocessor_where_there_is_room() {
 /// Catches rows of `f32` that are taken for rows of 16-bit numbers.
 #[test]
 fn f32_takes_twice_the_shared_memory() {
-    let device = &devices()[2];
-    let blueprint = plan(&problem([128, 128], Dtype::F32), device).expect("served");
-    let halves = blueprint.shared_memory(&problem([256, 256], Dtype::F16));
+    let device = &devices()[0];
+    let blueprint = plan(&problem([64, 64], Dtype::F32), device).expect("served");
+    let halves = blueprint.shared_memory(&problem([128, 128], Dtype::F16));
     assert_eq!(
-        blueprint.shared_memory(&problem([128, 128], Dtype::F32)),
+        blueprint.shared_memory(&problem([64, 64], Dtype::F32)),
         halves
     );
+}
+
+/// Catches walked rows of `f32` without room for their parts beside the place where they land, or whose
+/// chunks are no whole number for each unit that takes them apart.
+#[test]
+fn rows_that_are_taken_apart_have_room_for_both() {
+    let dims = problem([128, 128], Dtype::F32);
+    let blueprint = plan(&dims, &devices()[2]).expect("served");
+    // Pitches in chunks: 32 of a whole row and 48 of its parts, and one more.
+    let tiles = 2 * (128 * 33 + 32 * (33 + 49)) * 16;
+    let flags = 33 * 4 + 128;
+    let [_, query, key_value] = blueprint.shared_memory(&dims);
+    assert_eq!(query, tiles + 128 * 3 * 4 + flags);
+    assert_eq!(key_value, tiles + 32 * 3 * 4 + flags);
+    for device in devices() {
+        for dim in 1..=256 {
+            let blueprint = plan(&problem([dim, dim], Dtype::F32), &device).expect("served");
+            assert!(!blueprint.forward.apart);
+            for blocks in [blueprint.query_gradient, blueprint.key_value_gradient] {
+                let shared = blocks.units().is_multiple_of(blocks.walked);
+                assert!(!blocks.apart || shared, "{dim}: {blocks:?}");
+            }
+        }
+    }
 }
 
 /// Catches a problem or device that is taken although an instruction is missing, and a reason that

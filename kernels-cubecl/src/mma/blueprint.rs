@@ -1,6 +1,7 @@
 //! Which blocks serve a problem on a device, or why this family does not: a pure function of plain
 //! data.
 
+use super::apart::in_parts;
 use super::fragment::{Instructions, chunks, pitch};
 use super::stage::Staging;
 use crate::device::Device;
@@ -23,6 +24,9 @@ pub struct Blocks {
     pub stages: usize,
     /// Without asynchronous copies: whether the next block waits in registers.
     pub prefetch: bool,
+    /// Of `f32`: whether the warps take a walked block apart together, once, from the place where it
+    /// lands to another, and the next one lands meanwhile; else each warp does so by itself.
+    pub apart: bool,
 }
 
 impl Blocks {
@@ -179,10 +183,12 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
         let fits = |cubes: usize| {
             candidates(widest, asynchronous, table).find(|blocks| {
                 let needed = shared_memory(problem, blocks) + RESERVED;
+                let cubes = cubes.min(8usize.div_ceil(blocks.warps));
                 cubes * needed <= device.shared_memory + RESERVED
             })
         };
-        // While one cube waits for its loads or raises powers, another one multiplies.
+        // While one cube waits for its loads or raises powers, another one multiplies; so do warps of one
+        // that has eight.
         fits(2).or_else(|| fits(1))
     };
     let [forward, query_gradient, key_value_gradient] = tables(problem.dtype);
@@ -257,6 +263,14 @@ const fn blocks(warps: usize, row_tiles: usize, walked: usize) -> Blocks {
         walked,
         stages: 1,
         prefetch: true,
+        apart: false,
+    }
+}
+
+const fn taken_apart(warps: usize, row_tiles: usize, walked: usize) -> Blocks {
+    Blocks {
+        apart: true,
+        ..blocks(warps, row_tiles, walked)
     }
 }
 
@@ -328,12 +342,7 @@ const KEY_VALUE_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
     ),
     (
         128,
-        &[
-            staged_twice(4, 1, 64),
-            blocks(4, 1, 64),
-            blocks(8, 1, 32),
-            blocks(4, 1, 32),
-        ],
+        &[staged_twice(4, 1, 64), blocks(4, 1, 64), blocks(4, 1, 32)],
         &[blocks(4, 1, 32)],
     ),
     (
@@ -344,7 +353,10 @@ const KEY_VALUE_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
 ];
 
 /// Blocks for `f32`: rows take twice the shared memory, and a lane holds its operands in parts. A
-/// warp takes its right operands apart by itself, so two row tiles halve that work too.
+/// warp takes its right operands apart by itself, so two row tiles halve that work too. The gradients,
+/// which multiply by walked rows four times a block, or three, have them taken apart for all warps where
+/// there is room for parts beside whole rows; eight warps, so that one cube has as many as two of four,
+/// and 32 rows, for each warp takes its own rows apart again in each block.
 const FORWARD_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
     (
         64,
@@ -364,20 +376,50 @@ const FORWARD_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
 ];
 
 const QUERY_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
-    (64, &[blocks(4, 2, 32), blocks(4, 1, 32)], &[]),
+    (
+        64,
+        &[
+            taken_apart(4, 2, 32),
+            staged_twice(4, 2, 32),
+            blocks(4, 2, 32),
+            blocks(4, 1, 32),
+        ],
+        &[],
+    ),
     (
         128,
-        &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[
+            taken_apart(8, 1, 32),
+            taken_apart(4, 1, 16),
+            staged_twice(4, 1, 16),
+            blocks(4, 1, 32),
+            blocks(4, 1, 16),
+        ],
         &[],
     ),
     (256, &[blocks(4, 1, 16), blocks(2, 1, 16)], &[]),
 ];
 
 const KEY_VALUE_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
-    (64, &[blocks(4, 2, 32), blocks(4, 1, 32)], &[]),
+    (
+        64,
+        &[
+            taken_apart(4, 2, 32),
+            staged_twice(4, 2, 32),
+            blocks(4, 2, 32),
+            blocks(4, 1, 32),
+        ],
+        &[],
+    ),
     (
         128,
-        &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[
+            taken_apart(8, 1, 32),
+            taken_apart(4, 1, 16),
+            staged_twice(4, 1, 16),
+            blocks(4, 1, 32),
+            blocks(4, 1, 16),
+        ],
         &[],
     ),
     (256, &[blocks(4, 1, 16), blocks(2, 1, 16)], &[]),
@@ -447,7 +489,20 @@ fn key_value_gradient_shared_memory(problem: &Problem, blocks: &Blocks) -> usize
 
 fn gradient_tiles(problem: &Problem, blocks: &Blocks) -> usize {
     let (key, value) = pitches(problem);
-    (blocks.owned() + blocks.stages * blocks.walked) * (key + value) * 16
+    let walked = |dim| walked_tile(problem.dtype, dim, blocks);
+    let walked = walked(problem.head_dim) + walked(problem.value_dim);
+    (blocks.owned() * (key + value) + walked) * 16
+}
+
+/// Chunks that the walked rows of one operand of a gradient take: of every stage, or of the parts and of
+/// the place where rows land.
+const fn walked_tile(dtype: Dtype, dim: usize, blocks: &Blocks) -> usize {
+    let whole = pitch(staged(dtype, dim));
+    if blocks.apart {
+        blocks.walked * (pitch(in_parts(dim)) + whole)
+    } else {
+        blocks.stages * blocks.walked * whole
+    }
 }
 
 /// Flags of the walked rows, with the alignment of what lies beside them.
@@ -505,9 +560,10 @@ impl Config {
         self.plain() && self.negative
     }
 
-    /// The exponent bits of the elements in a word.
+    /// The exponent bits of the elements in a word of a walked tile.
     pub(crate) const fn exponent(&self) -> u32 {
         match self.dtype {
+            Dtype::F32 if self.blocks.apart => 0x7F80_7F80,
             Dtype::F32 => 0x7F80_0000,
             Dtype::F16 => 0x7C00_7C00,
             Dtype::BF16 => 0x7F80_7F80,
@@ -516,7 +572,9 @@ impl Config {
 
     pub(crate) const fn instructions(&self) -> Instructions {
         match self.dtype {
-            Dtype::F32 => Instructions::SplitF32,
+            Dtype::F32 => Instructions::SplitF32 {
+                apart: self.blocks.apart,
+            },
             _ if !self.assembly => Instructions::Generated,
             Dtype::F16 => Instructions::AssemblyF16,
             Dtype::BF16 => Instructions::AssemblyBF16,
@@ -536,6 +594,38 @@ impl Config {
     /// Distance of two rows of a shared tile, in chunks.
     pub(crate) const fn pitch(&self, dim: usize) -> usize {
         pitch(self.staged(dim))
+    }
+
+    /// Distance of two walked rows that products read, in chunks.
+    pub(crate) const fn walked_pitch(&self, dim: usize) -> usize {
+        if self.blocks.apart {
+            pitch(in_parts(dim))
+        } else {
+            self.pitch(dim)
+        }
+    }
+
+    /// Chunks of a walked operand's tile.
+    pub(crate) const fn walked_tile(&self, dim: usize) -> usize {
+        walked_tile(self.dtype, dim, &self.blocks)
+    }
+
+    /// Where walked rows land, in chunks from the place that products read.
+    pub(crate) const fn landing(&self, dim: usize) -> usize {
+        if self.blocks.apart {
+            self.blocks.walked * self.walked_pitch(dim)
+        } else {
+            0
+        }
+    }
+
+    /// Staging of walked rows as products read them: what hidden ones are looked for in.
+    pub(crate) const fn walked_staging(&self, dim: usize) -> Staging {
+        let mut staging = self.staging(self.blocks.walked, dim);
+        if self.blocks.apart {
+            staging.dim = in_parts(dim);
+        }
+        staging
     }
 
     /// Tiles of eight columns that the sums for `dim` features have.

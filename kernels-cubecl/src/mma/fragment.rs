@@ -5,7 +5,7 @@
 //! eight rows which `ldmatrix` reads together always lie in eight different groups of banks.
 //! Every offset but one base a lane and tile is a constant.
 
-use super::split::{add_split_rows, as_left, split_dot_products};
+use super::split::{add_split_rows, as_left, lane_along_split_columns, split_dot_products};
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
@@ -86,7 +86,12 @@ pub(crate) fn along_columns<E: Float>(
     #[comptime] pitch: usize,
     #[comptime] instructions: Instructions,
 ) -> Place {
-    let (row, chunk) = lane_along_columns(UNIT_POS_PLANE as usize);
+    let lane = UNIT_POS_PLANE as usize;
+    let (row, chunk) = if comptime!(instructions.splits_columns()) {
+        lane_along_split_columns(lane)
+    } else {
+        lane_along_columns(lane)
+    };
     place(tile, row * pitch + chunk, instructions)
 }
 
@@ -97,7 +102,7 @@ pub(crate) fn along_sums<E: Float>(
     #[comptime] pitch: usize,
     #[comptime] instructions: Instructions,
 ) -> Place {
-    if comptime!(instructions.splits()) {
+    if comptime!(instructions.splits_columns()) {
         // Rows `2 (l % 4)` and the next are those of the two columns that an accumulator has of a
         // row; features `l / 4` are the columns of `B`.
         let lane = UNIT_POS_PLANE as usize;
@@ -122,15 +127,7 @@ pub(crate) fn load_block<E: Float>(
     #[comptime] instructions: Instructions,
 ) -> Registers {
     if comptime!(instructions.assembly()) {
-        let address = by_value::<u32>(place.address);
-        let bytes = comptime!(16 * offset);
-        let order = comptime!(if transpose { ".trans" } else { "" });
-        let registers: Registers;
-        gpu_asm!(
-            "ldmatrix.sync.aligned.m8n8.x4{order}.shared::cta.b16 {registers}, [{address} + {bytes}];",
-            address = in(_) address, registers = out(_) registers
-        );
-        by_value::<Registers>(registers)
+        load_by_assembly(place, offset, transpose)
     } else {
         let definition = MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
         let at = place.index + offset;
@@ -146,6 +143,33 @@ pub(crate) fn load_block<E: Float>(
             registers.insert(n, u32::reinterpret(pairs[n]));
         }
         registers
+    }
+}
+
+/// [`load_block`] by assembly text.
+#[cube]
+pub(crate) fn load_by_assembly(
+    place: Place,
+    #[comptime] offset: usize,
+    #[comptime] transpose: bool,
+) -> Registers {
+    let address = by_value::<u32>(place.address);
+    let bytes = comptime!(16 * offset);
+    let order = comptime!(if transpose { ".trans" } else { "" });
+    let registers: Registers;
+    gpu_asm!(
+        "ldmatrix.sync.aligned.m8n8.x4{order}.shared::cta.b16 {registers}, [{address} + {bytes}];",
+        address = in(_) address, registers = out(_) registers
+    );
+    by_value::<Registers>(registers)
+}
+
+/// The place at an address.
+#[cube]
+pub(crate) fn at_address(place: Place, address: u32) -> Place {
+    Place {
+        index: place.index,
+        address: by_value::<u32>(address),
     }
 }
 
@@ -264,7 +288,6 @@ pub(crate) fn dot_products<E: Float>(
             &mut out,
             a,
             a_place,
-            b,
             b_place,
             row_tiles,
             column_tiles,
@@ -394,7 +417,7 @@ pub(crate) fn add_weighted_rows<E: Float>(
         chunks(dim)
     });
     if comptime!(instructions.splits()) {
-        add_split_rows(out, rows, b_place, row_tiles, k, dim);
+        add_split_rows(out, rows, b_place, row_tiles, k, dim, instructions);
     }
     #[unroll]
     for n in 0..comptime!(column_tiles / 2) {
@@ -428,7 +451,10 @@ pub(crate) enum Instructions {
     /// From assembly text, for `bf16`.
     AssemblyBF16,
     /// From assembly text, for `f32`, in parts: see [`super::split`].
-    SplitF32,
+    SplitF32 {
+        /// Right operands lie in shared memory in parts.
+        apart: bool,
+    },
 }
 
 impl Instructions {
@@ -438,7 +464,17 @@ impl Instructions {
 
     /// Whether operands are split into parts.
     pub(crate) const fn splits(self) -> bool {
-        matches!(self, Instructions::SplitF32)
+        matches!(self, Instructions::SplitF32 { .. })
+    }
+
+    /// Whether right operands lie in shared memory in parts: see [`super::apart`].
+    pub(crate) const fn apart(self) -> bool {
+        matches!(self, Instructions::SplitF32 { apart: true })
+    }
+
+    /// Whether each warp takes its right operands apart.
+    const fn splits_columns(self) -> bool {
+        self.splits() && !self.apart()
     }
 
     /// Left fragments that 16 weights of each row make.

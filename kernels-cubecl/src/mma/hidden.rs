@@ -7,6 +7,7 @@
 use super::blueprint::Config;
 use super::fragment::{Accumulator, Chunk, Pair, chunks, pitch};
 use super::softmax::{exponent, power};
+use super::split::hold_loads;
 use super::stage::{Rows, Staging};
 use cubecl::prelude::*;
 
@@ -118,6 +119,9 @@ pub(crate) fn add_flagged_rows<E: Float, N: Size>(
             }
             #[unroll]
             for n in 0..tiles {
+                if comptime!(staging.halved && n % 4 == 0) {
+                    hold_loads();
+                }
                 let feature = comptime!(n * 8) + (lane % 4 * 2) as usize;
                 let pair = load_pair(x, rows, first_row + j as i32, feature, staging);
                 let (even, odd) = (pair.extract(0usize), pair.extract(1usize));

@@ -5,6 +5,7 @@
 //! Scores are computed transposed, keys along the rows: so the sums of `K Q^T` and `V dO^T` are the
 //! weights of the two products that follow.
 
+use super::apart::{pair_up, take_apart};
 use super::blueprint::Config;
 use super::forward::{share_rows, store_rows};
 use super::fragment::{
@@ -98,16 +99,24 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
     let key_rows = rows_of(key, batch, kv_head, geometry.seq_kv);
     let value_rows = rows_of(value, batch, kv_head, geometry.seq_kv);
 
-    let query_slot = comptime!(block_q * key_pitch);
-    let gradient_slot = comptime!(block_q * value_pitch);
+    let query_pitch = comptime!(config.walked_pitch(config.head_dim));
+    let gradient_pitch = comptime!(config.walked_pitch(config.value_dim));
+    let query_slot = comptime!(block_q * query_pitch);
+    let gradient_slot = comptime!(block_q * gradient_pitch);
+    let query_landing = comptime!(config.landing(config.head_dim));
+    let gradient_landing = comptime!(config.landing(config.value_dim));
     let mut keys =
         Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * key_pitch), 16usize);
     let mut values =
         Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * value_pitch), 16usize);
-    let mut queries =
-        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(blocks.stages * query_slot), 16usize);
-    let mut gradients =
-        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(blocks.stages * gradient_slot), 16usize);
+    let mut queries = Shared::<[Chunk<E>]>::new_aligned_slice(
+        comptime!(config.walked_tile(config.head_dim)),
+        16usize,
+    );
+    let mut gradients = Shared::<[Chunk<E>]>::new_aligned_slice(
+        comptime!(config.walked_tile(config.value_dim)),
+        16usize,
+    );
     let mut statistics = Shared::<[f32]>::new_slice(comptime!(blocks.stages * 3 * block_q));
     let mut flags = row_flags(block_q);
 
@@ -115,8 +124,10 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
     let value_staging = comptime!(config.staging(block_kv, config.value_dim));
     let query_staging = comptime!(config.staging(block_q, config.head_dim));
     let gradient_staging = comptime!(config.staging(block_q, config.value_dim));
+    let read_queries = comptime!(config.walked_staging(config.head_dim));
+    let read_gradients = comptime!(config.walked_staging(config.value_dim));
     // Issued ahead: to a place of its own, or to registers.
-    let ahead = comptime!(!query_staging.asynchronous || blocks.stages == 2);
+    let ahead = comptime!(!query_staging.asynchronous || blocks.stages == 2 || blocks.apart);
     let mut pending_query = Array::<Chunk<E>>::new(comptime!(query_staging.pending()));
     let mut pending_gradient = Array::<Chunk<E>>::new(comptime!(gradient_staging.pending()));
     let mut pending_statistics = Array::<f32>::new(3usize);
@@ -124,10 +135,10 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
 
     let key_place = along_rows(&keys, warp_row, key_pitch, instructions);
     let value_place = along_rows(&values, warp_row, value_pitch, instructions);
-    let query_place = along_columns(&queries, key_pitch, instructions);
-    let query_sum_place = along_sums(&queries, key_pitch, instructions);
-    let gradient_place = along_columns(&gradients, value_pitch, instructions);
-    let gradient_sum_place = along_sums(&gradients, value_pitch, instructions);
+    let query_place = along_columns(&queries, query_pitch, instructions);
+    let query_sum_place = along_sums(&queries, query_pitch, instructions);
+    let gradient_place = along_columns(&gradients, gradient_pitch, instructions);
+    let gradient_sum_place = along_sums(&gradients, gradient_pitch, instructions);
 
     // The queries that see some key of the block through the band, in every head of the group.
     let visible = queries_of_block(&geometry, first_kv, block_kv);
@@ -177,7 +188,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                 rows_of(query, batch, head, geometry.seq_q),
                 first_of_head,
                 &mut queries,
-                0usize,
+                query_landing,
                 &mut pending_query,
                 query_staging,
             );
@@ -186,7 +197,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                 rows_of(output_gradient, batch, head, geometry.seq_q),
                 first_of_head,
                 &mut gradients,
-                0usize,
+                gradient_landing,
                 &mut pending_gradient,
                 gradient_staging,
             );
@@ -200,6 +211,12 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
             &geometry,
             config,
         );
+        if comptime!(blocks.apart) {
+            await_copies(key_staging);
+            sync_cube();
+            pair_up(&mut keys, block_kv, config.head_dim, blocks.units());
+            pair_up(&mut values, block_kv, config.value_dim, blocks.units());
+        }
     }
     for step in 0..steps {
         let head = by_value::<usize>(walked_head);
@@ -216,7 +233,9 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
         let at_query = stage * query_slot;
         let at_gradient = stage * gradient_slot;
         let at_statistics = stage * comptime!(3 * block_q);
-        if comptime!(blocks.stages == 1) {
+        let landing_query = at_query + query_landing;
+        let landing_gradient = at_gradient + gradient_landing;
+        if comptime!(blocks.stages == 1 && !blocks.apart) {
             // Every warp is done with the last block.
             sync_cube();
         }
@@ -226,7 +245,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                 query_rows,
                 first_query,
                 &mut queries,
-                at_query,
+                landing_query,
                 &mut pending_query,
                 query_staging,
             );
@@ -235,7 +254,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                 gradient_rows,
                 first_query,
                 &mut gradients,
-                at_gradient,
+                landing_gradient,
                 &mut pending_gradient,
                 gradient_staging,
             );
@@ -245,7 +264,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
             query_rows,
             first_query,
             &mut queries,
-            at_query,
+            landing_query,
             &pending_query,
             query_staging,
         );
@@ -254,10 +273,28 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
             gradient_rows,
             first_query,
             &mut gradients,
-            at_gradient,
+            landing_gradient,
             &pending_gradient,
             gradient_staging,
         );
+        if comptime!(blocks.apart) {
+            // Every warp is done with the last block, and its copies are here.
+            sync_cube();
+            take_apart(
+                &mut queries,
+                query_landing,
+                block_q,
+                config.head_dim,
+                blocks.units(),
+            );
+            take_apart(
+                &mut gradients,
+                gradient_landing,
+                block_q,
+                config.value_dim,
+                blocks.units(),
+            );
+        }
         if own < block_q {
             store_statistics(
                 &pending_statistics,
@@ -276,7 +313,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                     rows_of(query, batch, next_head, geometry.seq_q),
                     next_query,
                     &mut queries,
-                    other * query_slot,
+                    other * query_slot + query_landing,
                     &mut pending_query,
                     query_staging,
                 );
@@ -285,7 +322,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                     rows_of(output_gradient, batch, next_head, geometry.seq_q),
                     next_query,
                     &mut gradients,
-                    other * gradient_slot,
+                    other * gradient_slot + gradient_landing,
                     &mut pending_gradient,
                     gradient_staging,
                 );
@@ -371,7 +408,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                     at_query,
                     &mut flags,
                     config.exponent(),
-                    query_staging,
+                    read_queries,
                 );
             }
             if comptime!(sides.value) {
@@ -380,14 +417,14 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                     at_gradient,
                     &mut flags,
                     config.exponent(),
-                    gradient_staging,
+                    read_gradients,
                 );
             }
             sync_cube();
             flagged = flags[block_q] != 0;
             if flagged {
-                clear_flagged_rows(&mut queries, at_query, &flags, query_staging);
-                clear_flagged_rows(&mut gradients, at_gradient, &flags, gradient_staging);
+                clear_flagged_rows(&mut queries, at_query, &flags, read_queries);
+                clear_flagged_rows(&mut gradients, at_gradient, &flags, read_gradients);
                 sync_cube();
             }
         }

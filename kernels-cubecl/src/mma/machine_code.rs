@@ -92,6 +92,7 @@ impl Kernel {
             row_tiles,
             walked,
             stages,
+            apart,
             ..
         } = config.blocks;
         let kernel = match self {
@@ -107,9 +108,10 @@ impl Kernel {
             (true, _) => " strided",
         };
         let name = format!(
-            "mma {kernel} {dtype} d{}v{} {warps}x{row_tiles}x16 by {walked} stages {stages}{copies}{}",
+            "mma {kernel} {dtype} d{}v{} {warps}x{row_tiles}x16 by {walked} stages {stages}{}{copies}{}",
             config.head_dim,
             config.value_dim,
+            if apart { " apart" } else { "" },
             options.suffix(),
         );
         Specimen::new(name, move |offline| match self {

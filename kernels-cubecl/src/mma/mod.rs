@@ -33,12 +33,14 @@
 //! more than a single kernel with atomics has.
 //!
 //! `f32` operands go through the same kernels in three parts each, which `split.rs` explains, by the
-//! generator that takes assembly text.
+//! generator that takes assembly text. Where there is room the gradients' walked rows are taken apart once
+//! a block, which `apart.rs` does.
 //!
 //! One source for both of CubeCL's CUDA generators. Where asynchronous copies are missing a block
 //! waits in registers while the one before it is worked on. Shared tiles have an odd pitch of
 //! 16-byte chunks instead of a swizzle: as free of bank conflicts, and every offset is a constant.
 
+mod apart;
 mod blueprint;
 mod forward;
 mod fragment;

@@ -1,5 +1,6 @@
 //! The query gradient: one cube for each block of queries, `dQ = scale * sum over keys of dT K`.
 
+use super::apart::{pair_up, take_apart};
 use super::blueprint::Config;
 use super::forward::{share_rows, store_rows};
 use super::fragment::{
@@ -64,16 +65,24 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
     let key_rows = rows_of(key, batch, head / geometry.group, geometry.seq_kv);
     let value_rows = rows_of(value, batch, head / geometry.group, geometry.seq_kv);
 
-    let key_slot = comptime!(block_kv * key_pitch);
-    let value_slot = comptime!(block_kv * value_pitch);
+    let read_key_pitch = comptime!(config.walked_pitch(config.head_dim));
+    let read_value_pitch = comptime!(config.walked_pitch(config.value_dim));
+    let key_slot = comptime!(block_kv * read_key_pitch);
+    let value_slot = comptime!(block_kv * read_value_pitch);
+    let key_landing = comptime!(config.landing(config.head_dim));
+    let value_landing = comptime!(config.landing(config.value_dim));
     let mut queries =
         Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_q * key_pitch), 16usize);
     let mut gradients =
         Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_q * value_pitch), 16usize);
-    let mut keys =
-        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(blocks.stages * key_slot), 16usize);
-    let mut values =
-        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(blocks.stages * value_slot), 16usize);
+    let mut keys = Shared::<[Chunk<E>]>::new_aligned_slice(
+        comptime!(config.walked_tile(config.head_dim)),
+        16usize,
+    );
+    let mut values = Shared::<[Chunk<E>]>::new_aligned_slice(
+        comptime!(config.walked_tile(config.value_dim)),
+        16usize,
+    );
     let mut statistics = Shared::<[f32]>::new_slice(comptime!(3 * block_q));
     let mut flags = row_flags(block_kv);
 
@@ -81,16 +90,17 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
     let gradient_staging = comptime!(config.staging(block_q, config.value_dim));
     let key_staging = comptime!(config.staging(block_kv, config.head_dim));
     let value_staging = comptime!(config.staging(block_kv, config.value_dim));
+    let read_keys = comptime!(config.walked_staging(config.head_dim));
     // Issued ahead: to a place of its own, or to registers.
-    let ahead = comptime!(!key_staging.asynchronous || blocks.stages == 2);
+    let ahead = comptime!(!key_staging.asynchronous || blocks.stages == 2 || blocks.apart);
     let mut pending_key = Array::<Chunk<E>>::new(comptime!(key_staging.pending()));
     let mut pending_value = Array::<Chunk<E>>::new(comptime!(value_staging.pending()));
 
     let query_place = along_rows(&queries, warp_row, key_pitch, instructions);
     let gradient_place = along_rows(&gradients, warp_row, value_pitch, instructions);
-    let key_place = along_columns(&keys, key_pitch, instructions);
-    let key_sum_place = along_sums(&keys, key_pitch, instructions);
-    let value_place = along_columns(&values, value_pitch, instructions);
+    let key_place = along_columns(&keys, read_key_pitch, instructions);
+    let key_sum_place = along_sums(&keys, read_key_pitch, instructions);
+    let value_place = along_columns(&values, read_value_pitch, instructions);
 
     let visible = keys_of_block(&geometry, first_query, block_q);
     let first_block = visible.first as usize / block_kv;
@@ -139,7 +149,7 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
             key_rows,
             first_kv,
             &mut keys,
-            0usize,
+            key_landing,
             &mut pending_key,
             key_staging,
         );
@@ -148,10 +158,16 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
             value_rows,
             first_kv,
             &mut values,
-            0usize,
+            value_landing,
             &mut pending_value,
             value_staging,
         );
+    }
+    if comptime!(blocks.apart) {
+        await_copies(query_staging);
+        sync_cube();
+        pair_up(&mut queries, block_q, config.head_dim, blocks.units());
+        pair_up(&mut gradients, block_q, config.value_dim, blocks.units());
     }
     for block in first_block..end_block {
         let first_kv = (block * block_kv) as i32;
@@ -161,7 +177,9 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
         let at_key = stage * key_slot;
         let at_value = stage * value_slot;
 
-        if comptime!(blocks.stages == 1) {
+        let landing_key = at_key + key_landing;
+        let landing_value = at_value + value_landing;
+        if comptime!(blocks.stages == 1 && !blocks.apart) {
             // Every warp is done with the last block.
             sync_cube();
         }
@@ -171,7 +189,7 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                 key_rows,
                 first_kv,
                 &mut keys,
-                at_key,
+                landing_key,
                 &mut pending_key,
                 key_staging,
             );
@@ -180,7 +198,7 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                 value_rows,
                 first_kv,
                 &mut values,
-                at_value,
+                landing_value,
                 &mut pending_value,
                 value_staging,
             );
@@ -190,7 +208,7 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
             key_rows,
             first_kv,
             &mut keys,
-            at_key,
+            landing_key,
             &pending_key,
             key_staging,
         );
@@ -199,10 +217,28 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
             value_rows,
             first_kv,
             &mut values,
-            at_value,
+            landing_value,
             &pending_value,
             value_staging,
         );
+        if comptime!(blocks.apart) {
+            // Every warp is done with the last block, and its copies are here.
+            sync_cube();
+            take_apart(
+                &mut keys,
+                key_landing,
+                block_kv,
+                config.head_dim,
+                blocks.units(),
+            );
+            take_apart(
+                &mut values,
+                value_landing,
+                block_kv,
+                config.value_dim,
+                blocks.units(),
+            );
+        }
         sync_cube();
         if comptime!(ahead) && block + 1 < end_block {
             let next = first_kv + comptime!(block_kv as i32);
@@ -212,7 +248,7 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                 key_rows,
                 next,
                 &mut keys,
-                other * key_slot,
+                other * key_slot + key_landing,
                 &mut pending_key,
                 key_staging,
             );
@@ -221,7 +257,7 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                 value_rows,
                 next,
                 &mut values,
-                other * value_slot,
+                other * value_slot + value_landing,
                 &mut pending_value,
                 value_staging,
             );
@@ -273,11 +309,11 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
         if edge {
             // Every warp is done with the keys as they are.
             sync_cube();
-            flag_rows(&keys, at_key, &mut flags, config.exponent(), key_staging);
+            flag_rows(&keys, at_key, &mut flags, config.exponent(), read_keys);
             sync_cube();
             flagged = flags[block_kv] != 0;
             if flagged {
-                clear_flagged_rows(&mut keys, at_key, &flags, key_staging);
+                clear_flagged_rows(&mut keys, at_key, &flags, read_keys);
                 sync_cube();
             }
         }

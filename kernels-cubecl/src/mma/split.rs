@@ -13,14 +13,19 @@
 //! from 0, the small ones first, and then added to the sum of the block by an ordinary, rounded
 //! addition. Two parts of TF32 would cost as much on the units, and lose a bit or two of each number.
 //!
+//! Numbers below 2^-110 lose what is below 2^-133, where `bf16` ends. A visible value of infinity gives
+//! NaN, as its products with the parts of a weight have both signs; dot products that are not finite
+//! are formed again from whole numbers.
+//!
 //! Tiles hold the numbers whole: staging moves their halves, two elements of 16 bits. An `ldmatrix` of
 //! 8 x 8 halves is one of 8 x 4 numbers, of which a lane gets number `l % 4` of row `l / 4`. The
 //! order of a sum is free: two such numbers, of neighbouring chunks, stand for the two elements of a
 //! register. Where rows are summed over, `ldmatrix` would have to transpose numbers, and cannot; lanes
 //! read them one by one.
 
+use super::apart::{in_parts, load_columns, right_of, whole_numbers};
 use super::fragment::{
-    Accumulator, Chunk, Instructions, Pair, Place, Registers, by_value, further,
+    Accumulator, Chunk, Instructions, Pair, Place, Registers, at_address, by_value,
     lane_along_columns, lane_along_rows, load_block, pitch,
 };
 use super::softmax::in_any_lane;
@@ -40,10 +45,16 @@ struct Left {
 /// The parts of a right operand over 16 elements: two registers each.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-struct Right {
-    high: Pair<u32>,
-    middle: Pair<u32>,
-    low: Pair<u32>,
+pub(crate) struct Right {
+    pub high: Pair<u32>,
+    pub middle: Pair<u32>,
+    pub low: Pair<u32>,
+}
+
+/// No load moves up past this: compilers would load more ahead than there are registers.
+#[cube]
+pub(crate) fn hold_loads() {
+    gpu_asm!("bar.warp.sync 0xffffffff;");
 }
 
 /// The upper halves of two words.
@@ -80,7 +91,7 @@ fn rounded(first: f32, second: f32) -> u32 {
 
 /// The parts of two numbers, given by their bits: high, middle and low ones.
 #[cube]
-fn parts(first: u32, second: u32) -> (u32, u32, u32) {
+pub(crate) fn parts(first: u32, second: u32) -> (u32, u32, u32) {
     let first_rest = rest(first);
     let second_rest = rest(second);
     let middle = rounded(first_rest, second_rest);
@@ -207,7 +218,6 @@ pub(crate) fn split_dot_products<E: Float>(
     out: &mut Sequence<Accumulator>,
     a: &Shared<[Chunk<E>]>,
     a_place: Place,
-    b: &Shared<[Chunk<E>]>,
     b_place: Place,
     #[comptime] row_tiles: usize,
     #[comptime] column_tiles: usize,
@@ -215,37 +225,50 @@ pub(crate) fn split_dot_products<E: Float>(
     #[comptime] instructions: Instructions,
 ) {
     let eights = comptime!(dim.div_ceil(8));
+    let products = comptime!((eights / 2) as u32);
+    let b_step = comptime!(if instructions.apart() { 32u32 } else { 64u32 });
     // A loop at run time: unrolled, it would be a long way without a place to keep sums back at, and
-    // compilers load more of it ahead than there are registers.
-    for k in 0..comptime!(eights / 2) {
+    // compilers load more of it ahead than there are registers. It moves the addresses along, and the
+    // first ones need none.
+    let mut a_address = by_value::<u32>(a_place.address);
+    let mut b_address = by_value::<u32>(b_place.address);
+    for _ in 0..products {
         add_dot_products(
             out,
             a,
-            further(a_place, 4 * k),
-            b,
-            further(b_place, 4 * k),
+            at_address(a_place, a_address),
+            at_address(b_place, b_address),
             row_tiles,
             column_tiles,
-            comptime!(pitch(2 * dim)),
+            dim,
             true,
             instructions,
         );
+        a_address += 64u32;
+        b_address += b_step;
     }
     if comptime!(eights % 2 == 1) {
         add_dot_products(
             out,
             a,
-            further(a_place, comptime!(4 * (eights / 2))),
-            b,
-            further(b_place, comptime!(4 * (eights / 2))),
+            at_address(a_place, a_address),
+            at_address(b_place, b_address),
             row_tiles,
             column_tiles,
-            comptime!(pitch(2 * dim)),
+            dim,
             false,
             instructions,
         );
     }
-    mend_dot_products(out, a_place, b_place, row_tiles, column_tiles, dim);
+    mend_dot_products(
+        out,
+        a_address - comptime!(64 * products),
+        b_address - comptime!(b_step * products),
+        row_tiles,
+        column_tiles,
+        dim,
+        instructions,
+    );
 }
 
 /// Adds the products of 16 features; of 8, with zeros beside them, where there are not `both` eights.
@@ -255,18 +278,18 @@ fn add_dot_products<E: Float>(
     out: &mut Sequence<Accumulator>,
     a: &Shared<[Chunk<E>]>,
     a_place: Place,
-    b: &Shared<[Chunk<E>]>,
     b_place: Place,
     #[comptime] row_tiles: usize,
     #[comptime] column_tiles: usize,
-    #[comptime] pitch: usize,
+    #[comptime] dim: usize,
     #[comptime] both: bool,
     #[comptime] instructions: Instructions,
 ) {
+    let whole_pitch = comptime!(pitch(2 * dim));
     let mut left = no_left();
     #[unroll]
     for r in 0..row_tiles {
-        let offset = comptime!(r * 16 * pitch);
+        let offset = comptime!(r * 16 * whole_pitch);
         let first = load_block(a, a_place, offset, false, instructions);
         let second = if both {
             load_block(a, a_place, comptime!(offset + 2), false, instructions)
@@ -275,29 +298,33 @@ fn add_dot_products<E: Float>(
         };
         push_left(&mut left, first, second);
     }
-    #[unroll]
-    for n in 0..comptime!(column_tiles / 2) {
-        let offset = comptime!(n * 16 * pitch);
-        let first = load_block(b, b_place, offset, false, instructions);
-        let second = if both {
-            load_block(b, b_place, comptime!(offset + 2), false, instructions)
-        } else {
-            Registers::new(0u32)
-        };
+    if comptime!(instructions.apart()) {
         #[unroll]
-        for side in 0..2usize {
-            let mut numbers = Registers::new(0u32);
+        for n in 0..comptime!(column_tiles / 2) {
+            let rows = comptime!(16 * n * pitch(in_parts(dim)));
+            let columns = load_columns(b_place, rows, false, dim);
             #[unroll]
-            for element in 0..2usize {
-                let from = comptime!(2 * side + element);
-                numbers.insert(element, first.extract(from));
-                numbers.insert(comptime!(element + 2), second.extract(from));
+            for side in 0..2usize {
+                let columns = right_of(columns, side);
+                #[unroll]
+                for r in 0..row_tiles {
+                    let index = comptime!(r * column_tiles + 2 * n + side);
+                    add_products(out, &left, columns, r, index);
+                }
             }
-            let columns = right(numbers);
+        }
+    } else {
+        #[unroll]
+        for n in 0..column_tiles {
+            hold_loads();
+            let columns = right(load_column_tile(
+                b_place,
+                comptime!(16 * n * 8 * whole_pitch),
+                both,
+            ));
             #[unroll]
             for r in 0..row_tiles {
-                let index = comptime!(r * column_tiles + 2 * n + side);
-                add_products(out, &left, columns, r, index);
+                add_products(out, &left, columns, r, comptime!(r * column_tiles + n));
             }
         }
     }
@@ -308,11 +335,12 @@ fn add_dot_products<E: Float>(
 #[cube]
 fn mend_dot_products(
     out: &mut Sequence<Accumulator>,
-    a_place: Place,
-    b_place: Place,
+    a_address: u32,
+    b_address: u32,
     #[comptime] row_tiles: usize,
     #[comptime] column_tiles: usize,
     #[comptime] dim: usize,
+    #[comptime] instructions: Instructions,
 ) {
     let tiles = comptime!(row_tiles * column_tiles);
     let mut check = 0.0f32;
@@ -328,24 +356,41 @@ fn mend_dot_products(
     // 0 times what is not finite is NaN.
     if in_any_lane(check != 0.0f32, true) {
         let lane = UNIT_POS_PLANE as usize;
-        let pitch = comptime!(pitch(2 * dim));
+        let a_pitch = comptime!(pitch(2 * dim));
         let (a_row, a_chunk) = lane_along_rows(lane);
-        let (b_row, b_chunk) = lane_along_columns(lane);
-        let a_first = a_place.address - 16 * (a_row * pitch + a_chunk) as u32;
-        let b_first = b_place.address - 16 * (b_row * pitch + b_chunk) as u32;
+        let (b_row, b_chunk) = if comptime!(instructions.apart()) {
+            lane_along_columns(lane)
+        } else {
+            lane_along_split_columns(lane)
+        };
+        let b_pitch = comptime!(if instructions.apart() {
+            pitch(in_parts(dim))
+        } else {
+            a_pitch
+        });
+        let a_first = a_address - 16 * (a_row * a_pitch + a_chunk) as u32;
+        let b_first = b_address - 16 * (b_row * b_pitch + b_chunk) as u32;
         for element in 0..comptime!(4 * tiles) {
             let tile = element / 4;
             let row = tile / column_tiles * 16 + element / 2 % 2 * 8 + lane / 4;
             let column = tile % column_tiles * 8 + lane % 4 * 2 + element % 2;
-            let a = a_first + 16 * (row * pitch) as u32;
-            let b = b_first + 16 * (column * pitch) as u32;
+            let a = a_first + 16 * (row * a_pitch) as u32;
+            let b = b_first + 16 * (column * b_pitch) as u32;
             let mut dot = 0.0f32;
-            for feature in 0..comptime!(dim as u32) {
-                dot = fma(
-                    load_number(a + 4 * feature),
-                    load_number(b + 4 * feature),
-                    dot,
-                );
+            // Whole chunks: there are zeros past the last feature.
+            for chunk in 0..comptime!(2 * dim.div_ceil(8) as u32) {
+                hold_loads();
+                let a = load_numbers(a + 16 * chunk);
+                let b = if comptime!(instructions.apart()) {
+                    whole_numbers(b, chunk, dim)
+                } else {
+                    load_numbers(b + 16 * chunk)
+                };
+                #[unroll]
+                for n in 0..4usize {
+                    let (x, y) = (a.extract(n), b.extract(n));
+                    dot = fma(f32::reinterpret(x), f32::reinterpret(y), dot);
+                }
             }
             #[unroll]
             for n in 0..tiles {
@@ -366,13 +411,16 @@ fn mend_dot_products(
     }
 }
 
-/// The number at an address in shared memory.
+/// The four numbers of a chunk in shared memory.
 #[cube]
-fn load_number(address: u32) -> f32 {
+pub(crate) fn load_numbers(address: u32) -> Registers {
     let address = by_value::<u32>(address);
-    let number: f32;
-    gpu_asm!("ld.shared.f32 {number}, [{address}];", address = in(_) address, number = out(_) number);
-    by_value::<f32>(number)
+    let numbers: Registers;
+    gpu_asm!(
+        "ld.shared.v4.b32 {numbers}, [{address}];",
+        address = in(_) address, numbers = out(_) numbers
+    );
+    by_value::<Registers>(numbers)
 }
 
 /// [`add_weighted_rows`](super::fragment::add_weighted_rows) of operands in parts: `rows` holds two
@@ -385,6 +433,7 @@ pub(crate) fn add_split_rows(
     #[comptime] row_tiles: usize,
     #[comptime] k: usize,
     #[comptime] dim: usize,
+    #[comptime] instructions: Instructions,
 ) {
     let column_tiles = comptime!(dim.div_ceil(8));
     let row_bytes = comptime!(16 * pitch(2 * dim));
@@ -397,18 +446,70 @@ pub(crate) fn add_split_rows(
             *rows.index(comptime!(2 * r + 1)),
         );
     }
-    #[unroll]
-    for n in 0..column_tiles {
-        if comptime!(n % TOGETHER == 0) {
-            // No load moves up past this: compilers would load more ahead than there are registers.
-            gpu_asm!("bar.warp.sync 0xffffffff;");
-        }
-        let offset = comptime!(16 * k * row_bytes + 32 * n);
-        let columns = right(load_column(b_place, offset, row_bytes));
+    if comptime!(instructions.apart()) {
         #[unroll]
-        for r in 0..row_tiles {
-            add_products(out, &left, columns, r, comptime!(r * column_tiles + n));
+        for n in 0..comptime!(column_tiles.div_ceil(2)) {
+            if comptime!(2 * n % TOGETHER == 0) {
+                hold_loads();
+            }
+            let chunk = comptime!(16 * k * pitch(in_parts(dim)) + 2 * n);
+            let columns = load_columns(b_place, chunk, true, dim);
+            #[unroll]
+            for side in 0..comptime!(if 2 * n + 1 < column_tiles { 2 } else { 1 }) {
+                let columns = right_of(columns, side);
+                #[unroll]
+                for r in 0..row_tiles {
+                    let index = comptime!(r * column_tiles + 2 * n + side);
+                    add_products(out, &left, columns, r, index);
+                }
+            }
         }
+    } else {
+        #[unroll]
+        for n in 0..column_tiles {
+            if comptime!(n % TOGETHER == 0) {
+                hold_loads();
+            }
+            let offset = comptime!(16 * k * row_bytes + 32 * n);
+            let columns = right(load_column(b_place, offset, row_bytes));
+            #[unroll]
+            for r in 0..row_tiles {
+                add_products(out, &left, columns, r, comptime!(r * column_tiles + n));
+            }
+        }
+    }
+}
+
+/// The row and chunk that a lane addresses of eight rows, the columns of a right operand over 16
+/// elements.
+#[cube]
+pub(crate) fn lane_along_split_columns(lane: usize) -> (usize, usize) {
+    (lane % 8, lane / 8)
+}
+
+/// A right operand over 16 features of the eight rows `offset` bytes from the place; over 8, with
+/// zeros beside them, where there are not `both` eights.
+#[cube]
+fn load_column_tile(place: Place, #[comptime] offset: usize, #[comptime] both: bool) -> Registers {
+    let address = by_value::<u32>(place.address);
+    if both {
+        let numbers: Registers;
+        gpu_asm!(
+            "ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {numbers}, [{address} + {offset}];",
+            address = in(_) address, numbers = out(_) numbers
+        );
+        by_value::<Registers>(numbers)
+    } else {
+        let pair: Pair<u32>;
+        gpu_asm!(
+            "ldmatrix.sync.aligned.m8n8.x2.shared::cta.b16 {pair}, [{address} + {offset}];",
+            address = in(_) address, pair = out(_) pair
+        );
+        let pair = by_value::<Pair<u32>>(pair);
+        let mut numbers = Registers::new(0u32);
+        numbers.insert(0usize, pair.extract(0usize));
+        numbers.insert(1usize, pair.extract(1usize));
+        by_value::<Registers>(numbers)
     }
 }
 
