@@ -418,6 +418,28 @@ fn paths_that_cannot_be_used_are_named() {
     assert!(usage("run").contains("--input <FILE> --output <FILE>"));
 }
 
+/// Catches a link that is replaced by a file, or followed to where nothing was.
+#[test]
+#[cfg(unix)]
+fn a_link_to_nothing_is_left_alone() {
+    let directory = directory_with(&good());
+    let path = directory.path().display();
+    let link = directory.path().join("out.safetensors");
+    std::os::unix::fs::symlink(directory.path().join("absent"), &link).unwrap();
+    let line = error(&format!(
+        "run --device reference --input {path}/in.safetensors --output {path}/out.safetensors"
+    ));
+    assert!(
+        line.ends_with("out.safetensors is a link to a file that is not there"),
+        "{line}"
+    );
+    assert!(link.is_symlink());
+    assert_eq!(
+        names(directory.path()),
+        ["in.safetensors", "out.safetensors"]
+    );
+}
+
 #[test]
 fn a_failure_leaves_an_earlier_output_as_it_was() {
     let directory = directory_with(&with_number("q", 0, f32::NAN));
