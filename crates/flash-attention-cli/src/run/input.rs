@@ -1,7 +1,7 @@
 //! Reads and checks the tensors of a run, before anything is computed.
 
 use super::array::{Array, float, type_name};
-use super::seen::Seen;
+use super::seen::{Hidden, Seen};
 use crate::Outcome;
 use burn_flash_attention::{ElementType, Operand, Operands, Options, Problem, Reason};
 use safetensors::SafeTensors;
@@ -95,7 +95,7 @@ impl Inputs {
     }
 
     /// Refuses a NaN or an infinity that would reach a result. In a key, a value or a bias that no
-    /// query sees it is legal padding, as it is in a query that sees nothing.
+    /// query sees it is legal padding, as it is in a query that sees nothing, and in its gradients.
     fn check_numbers(&self) -> Outcome<()> {
         let optional = [&self.bias, &self.output_gradient, &self.lse_gradient];
         let required = [&self.query, &self.key, &self.value];
@@ -132,7 +132,32 @@ impl Inputs {
             "bias" => problem.bias.unwrap_or_default(),
             _ => [batch, heads, seq_q, 1],
         };
-        Seen::new(problem, self.mask.as_deref(), shape)
+        Seen::new(problem, self.hidden(name), shape)
+    }
+
+    /// What hides the named tensor: the mask, and the bias where it is minus infinity. A query and a
+    /// key meet the bias only after their product, which has to be a number.
+    fn hidden(&self, name: &str) -> Option<Hidden<'_>> {
+        let mask = self.mask.as_deref().zip(self.problem.mask);
+        let mask = mask.map(|(mask, shape)| Hidden {
+            shape,
+            elements: mask.into(),
+        });
+        let bias = self.bias.as_ref().zip(self.problem.bias);
+        let bias = bias
+            .filter(|_| matches!(name, "v" | "do" | "dlse"))
+            .map(|(bias, shape)| Hidden {
+                shape,
+                elements: bias
+                    .values
+                    .iter()
+                    .map(|&x| x == f64::NEG_INFINITY)
+                    .collect(),
+            });
+        match (mask, bias) {
+            (Some(mask), Some(bias)) => Some(mask.or(bias)),
+            (mask, bias) => mask.or(bias),
+        }
     }
 }
 
