@@ -372,6 +372,14 @@ fn a_broken_file_is_refused_and_its_tensor_named() {
             header(&entry("F32", "[4294967296,4294967296,4]", 4), 4),
             "tensor k is broken: shape",
         ),
+        // The same tensor by an escape.
+        (
+            header(
+                r#"{"k":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"\u006b":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#,
+                4,
+            ),
+            "tensor k is in the header twice",
+        ),
     ] {
         fs::write(&path, bytes).unwrap();
         let line = fails(&directory, "--device reference");
