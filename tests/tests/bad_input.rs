@@ -386,3 +386,42 @@ fn two_devices() {
         assert_eq!(bias.refusal(), format!("bias {at}"));
     }
 }
+
+/// Catches a mix of checkpointing strategies that only Burn's panic tells of; a device without
+/// autodiff has no strategy.
+#[test]
+fn two_checkpointing_strategies() {
+    for report in selected_devices() {
+        let kept = report.device.clone().autodiff();
+        let balanced = kept.clone().gradient_checkpointing();
+        let text = |operand: &str, other: &str| {
+            format!(
+                "{operand} is on a device of gradient checkpointing Balanced, expected Disabled \
+                 as for {other}"
+            )
+        };
+        let call = right(&kept);
+        let key = Call {
+            key: right(&balanced).key,
+            ..call.clone()
+        };
+        assert_eq!(key.refusal(), text("key", "query"));
+        let value = Call {
+            query: right(&report.device).query,
+            value: right(&balanced).value,
+            ..call.clone()
+        };
+        assert_eq!(value.refusal(), text("value", "key"));
+        let mask = Tensor::<4, Bool>::full([1, 1, 5, 7], false, &balanced);
+        let mask = call.clone().with(|options| options.mask(mask));
+        assert_eq!(mask.refusal(), text("mask", "query"));
+        let bias = Tensor::<4>::zeros([1, 1, 5, 7], (&balanced, DType::F32));
+        let bias = call.with(|options| options.bias(bias));
+        assert_eq!(bias.refusal(), text("bias", "query"));
+
+        let mut mixed = right(&balanced);
+        mixed.query = right(&report.device).query;
+        let (query, key, value) = mixed.operands();
+        assert!(try_flash_attention(query, key, value, &mixed.options).is_ok());
+    }
+}

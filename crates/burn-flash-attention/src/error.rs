@@ -34,6 +34,20 @@ pub enum AttentionError {
         /// The query's device.
         expected: String,
     },
+    /// Two operands are tracked under different strategies of gradient checkpointing.
+    #[error(
+        "{operand} is on a device of gradient checkpointing {given}, expected {expected} as for {other}"
+    )]
+    Checkpointing {
+        /// Name of the operand.
+        operand: &'static str,
+        /// Its device's strategy.
+        given: String,
+        /// That of the first operand that has one.
+        expected: String,
+        /// Name of that operand.
+        other: &'static str,
+    },
     /// The device belongs to a backend that this crate does not serve.
     #[error("query is on device {given}, expected one of a backend that is served: {expected}")]
     Backend {

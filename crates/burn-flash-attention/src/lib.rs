@@ -57,6 +57,10 @@ use burn::tensor::Tensor;
 /// query's element type. `heads` is a multiple of `kv_heads`; any length may be 0, any strides are
 /// accepted. Under autodiff it is differentiable with respect to query, key, value and bias.
 ///
+/// Sums and the softmax are in `f32` for every element type. In `f16` the backward kernels for matrix units
+/// (`mma`, `hopper`) round the gradient of a score to `f16`: where one passes 65504, those of query and
+/// key are not finite. `bf16` has the range of `f32`.
+///
 /// # Panics
 /// With the text of the [`AttentionError`] that [`try_flash_attention`] returns.
 ///

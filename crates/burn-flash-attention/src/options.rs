@@ -140,15 +140,31 @@ impl AttentionOptions {
             ("mask", self.mask.as_ref().map(Tensor::device)),
             ("bias", self.bias.as_ref().map(Tensor::device)),
         ];
+        let mut checkpointing = strategy(&device).map(|strategy| ("query", strategy));
         for (operand, other) in others {
-            if let Some(other) = other
-                && other != device
-            {
+            let Some(other) = other else { continue };
+            if other != device {
                 return Err(AttentionError::Device {
                     operand,
                     given: format!("{other:?}"),
                     expected: format!("{device:?}"),
                 });
+            }
+            // Devices are equal whatever their strategies, and Burn panics where those differ.
+            let Some(given) = strategy(&other) else {
+                continue;
+            };
+            match &checkpointing {
+                Some((other, expected)) if given != *expected => {
+                    return Err(AttentionError::Checkpointing {
+                        operand,
+                        given: format!("{given:?}"),
+                        expected: format!("{expected:?}"),
+                        other,
+                    });
+                }
+                Some(_) => {}
+                None => checkpointing = Some((operand, given)),
             }
         }
         check_device(&problem, &device)?;
@@ -191,6 +207,17 @@ fn is_served(device: &DispatchDevice) -> bool {
         #[allow(unreachable_patterns)]
         _ => false,
     }
+}
+
+/// A device's strategy of gradient checkpointing; none without autodiff.
+#[cfg(feature = "autodiff")]
+fn strategy(device: &Device) -> Option<impl PartialEq + std::fmt::Debug + use<>> {
+    device.gradient_checkpointing_strategy()
+}
+
+#[cfg(not(feature = "autodiff"))]
+fn strategy(_: &Device) -> Option<std::convert::Infallible> {
+    None
 }
 
 fn check_device(problem: &Problem, device: &Device) -> Result<(), AttentionError> {

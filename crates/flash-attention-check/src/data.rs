@@ -3,7 +3,7 @@
 //! The rounded values are what the device stores, and what the reference and the naive form are
 //! given: rounding the inputs is no error of the attention that follows.
 
-use crate::cases::{Bias, Case, Draw, GradientLayout, Layout, Mask};
+use crate::cases::{Bias, Case, Draw, GradientLayout, Layout, Mask, QueryPoison, QuerySide};
 use flash_attention_spec::reference::Inputs;
 use flash_attention_spec::{Dtype, Problem, ProblemError};
 use half::{bf16, f16};
@@ -75,9 +75,14 @@ impl Data {
         );
         match case.draw {
             Draw::Uniform => {}
-            Draw::WholeNumbers => {
+            Draw::WholeNumbers | Draw::Offset(_) => {
                 query.fill_with(|| f64::from(rng.random_range(-2..=2)));
                 key.fill_with(|| f64::from(rng.random_range(-2..=2)));
+                if let Draw::Offset(number) = case.draw {
+                    let rows = query.chunks_mut(case.head_dim);
+                    let rows = rows.chain(key.chunks_mut(case.head_dim));
+                    rows.for_each(|row| row[0] = number);
+                }
             }
             Draw::Equal(number) => {
                 query.fill(number);
@@ -98,6 +103,10 @@ impl Data {
             repeat_first_head(&mut key, case, case.head_dim);
             repeat_first_head(&mut value, case, case.value_dim);
         }
+        if case.layout == Layout::SharedKeys {
+            repeat_first(&mut key, case.batch);
+            repeat_first(&mut value, case.batch);
+        }
         if let Some(poison) = &case.poison {
             for (operand, dim) in [(&mut key, case.head_dim), (&mut value, case.value_dim)] {
                 for head in operand.chunks_mut((case.seq_kv * dim).max(1)) {
@@ -111,6 +120,18 @@ impl Data {
         if case.gradient_layout == GradientLayout::Sum {
             output_gradient.fill(1.0);
             lse_gradient.fill(1.0);
+        }
+        if let Some(poison) = &case.query_poison {
+            let write = |operand: &mut [f64], dim| poison_queries(operand, case.seq_q, dim, poison);
+            if matches!(poison.side, QuerySide::All | QuerySide::Query) {
+                write(&mut query, case.head_dim);
+            }
+            if matches!(poison.side, QuerySide::All | QuerySide::OutputGradient) {
+                write(&mut output_gradient, case.value_dim);
+            }
+            if matches!(poison.side, QuerySide::All | QuerySide::LseGradient) {
+                write(&mut lse_gradient, 1);
+            }
         }
         let rounded = |values: Vec<f64>| values.into_iter().map(|x| round(x, dtype)).collect();
         Ok(Self {
@@ -153,11 +174,21 @@ fn uniform(rng: &mut StdRng, len: usize) -> Vec<f64> {
 }
 
 fn repeat_first_head(operand: &mut [f64], case: &Case, dim: usize) {
-    let head = case.seq_kv * dim;
-    for batch in operand.chunks_mut((case.kv_heads * head).max(1)) {
-        for n in 1..case.kv_heads {
-            batch.copy_within(0..head, n * head);
-        }
+    let batches = operand.chunks_mut((case.kv_heads * case.seq_kv * dim).max(1));
+    batches.for_each(|batch| repeat_first(batch, case.kv_heads));
+}
+
+/// Copies the first of `parts` equal parts over the others.
+fn repeat_first(operand: &mut [f64], parts: usize) {
+    let part = operand.len() / parts.max(1);
+    for n in 1..parts {
+        operand.copy_within(0..part, n * part);
+    }
+}
+
+fn poison_queries(operand: &mut [f64], seq_q: usize, dim: usize, poison: &QueryPoison) {
+    for head in operand.chunks_mut((seq_q * dim).max(1)) {
+        head[poison.queries.start * dim..poison.queries.end * dim].fill(poison.with);
     }
 }
 
@@ -184,6 +215,7 @@ fn draw_bias(case: &Case, rng: &mut StdRng) -> Option<Vec<f64>> {
             bias[rows.clone()].fill(*value);
         }
         Bias::Keys(keys, value) => bias[keys.clone()].fill(*value),
+        Bias::Score([i, j], value) => bias[i * case.seq_kv + j] = *value,
         Bias::NanOnKeys(keys) => {
             for row in bias.chunks_mut(case.seq_kv.max(1)) {
                 row[keys.clone()].fill(f64::NAN);

@@ -8,9 +8,12 @@ use crate::data::Data;
 use burn::tensor::{Bool, Device, Tensor, TensorData};
 use burn_flash_attention::burn_dtype;
 use flash_attention_spec::Dtype;
+use std::ops::Range;
 
 /// Rows of NaN behind each sequence of a longer buffer: 38 rows become 64.
 const BEHIND: usize = 26;
+/// Rows of NaN before each sequence in the middle of a buffer: no tile of a kernel starts there.
+const BEFORE: usize = 3;
 
 /// The operands of a case on a device.
 #[derive(Clone, Debug)]
@@ -79,19 +82,18 @@ impl Operands {
             fused(data, query_shape, device)
         } else {
             let lay = |values, shape| lay(values, shape, 2, case.layout, dtype, device);
-            let [key, value] = if case.layout == Layout::Expanded {
+            let [key, value] =
                 [(&data.key, key_shape), (&data.value, value_shape)].map(|(values, shape)| {
-                    let first_heads = float_tensor(values, shape, dtype, device).slice([
-                        0..batch,
-                        0..1,
-                        0..shape[2],
-                        0..shape[3],
-                    ]);
-                    first_heads.expand(shape)
-                })
-            } else {
-                [lay(&data.key, key_shape), lay(&data.value, value_shape)]
-            };
+                    match expanded_axis(case.layout) {
+                        Some(axis) => {
+                            let mut first = shape.map(|size| 0..size);
+                            first[axis].end = first[axis].end.min(1);
+                            let first = float_tensor(values, shape, dtype, device).slice(first);
+                            first.expand(shape)
+                        }
+                        None => lay(values, shape),
+                    }
+                });
             [lay(&data.query, query_shape), key, value]
         };
         Self {
@@ -143,7 +145,7 @@ fn lay(
     device: &Device,
 ) -> Tensor<4> {
     match layout {
-        Layout::Packed | Layout::FusedQkv | Layout::Expanded => {
+        Layout::Packed | Layout::FusedQkv | Layout::Expanded | Layout::SharedKeys => {
             float_tensor(values, shape, dtype, device)
         }
         Layout::SwappedAxes | Layout::Transposed => {
@@ -151,9 +153,10 @@ fn lay(
             let (stored, stored_shape) = swap(values, shape, a, b);
             float_tensor(&stored, stored_shape, dtype, device).swap_dims(a, b)
         }
-        Layout::LongerBuffer => {
-            let (stored, stored_shape) = lengthen(values, shape, sequence, f64::NAN);
-            float_tensor(&stored, stored_shape, dtype, device).slice(shape.map(|size| 0..size))
+        Layout::LongerBuffer | Layout::MiddleOfBuffer => {
+            let (stored, stored_shape, view) =
+                lengthen(values, shape, sequence, before(layout), f64::NAN);
+            float_tensor(&stored, stored_shape, dtype, device).slice(view)
         }
     }
 }
@@ -169,17 +172,35 @@ fn lay_mask(
         Tensor::<4, Bool>::from_data(TensorData::new(values.to_vec(), shape), device)
     };
     match layout {
-        Layout::Packed | Layout::FusedQkv => packed(values, shape),
+        Layout::Packed | Layout::FusedQkv | Layout::SharedKeys => packed(values, shape),
         Layout::Expanded => packed(values, shape).expand(score_shape),
         Layout::SwappedAxes | Layout::Transposed => {
             let (a, b) = swapped_axes(layout);
             let (stored, stored_shape) = swap(values, shape, a, b);
             packed(&stored, stored_shape).swap_dims(a, b)
         }
-        Layout::LongerBuffer => {
-            let (stored, stored_shape) = lengthen(values, shape, 3, true);
-            packed(&stored, stored_shape).slice(shape.map(|size| 0..size))
+        Layout::LongerBuffer | Layout::MiddleOfBuffer => {
+            let (stored, stored_shape, view) = lengthen(values, shape, 3, before(layout), true);
+            packed(&stored, stored_shape).slice(view)
         }
+    }
+}
+
+/// The axis of key and value that one slice is expanded along.
+fn expanded_axis(layout: Layout) -> Option<usize> {
+    match layout {
+        Layout::SharedKeys => Some(0),
+        Layout::Expanded => Some(1),
+        _ => None,
+    }
+}
+
+/// How many elements lie before each sequence of a longer buffer.
+fn before(layout: Layout) -> usize {
+    if layout == Layout::MiddleOfBuffer {
+        BEFORE
+    } else {
+        0
     }
 }
 
@@ -234,23 +255,28 @@ fn swap<T: Copy>(values: &[T], shape: [usize; 4], a: usize, b: usize) -> (Vec<T>
     (swapped, swapped_shape)
 }
 
-/// Row-major copy with `BEHIND` more elements of `filler` at the end of axis `axis`.
+/// Row-major copy with `before` elements of `filler` at the start of axis `axis` and `BEHIND` at its
+/// end, and where in it the values lie.
 fn lengthen<T: Copy>(
     values: &[T],
     shape: [usize; 4],
     axis: usize,
+    before: usize,
     filler: T,
-) -> (Vec<T>, [usize; 4]) {
+) -> (Vec<T>, [usize; 4], [Range<usize>; 4]) {
     let inner: usize = shape[axis + 1..].iter().product();
     let run = shape[axis] * inner;
+    let fill = |rows| std::iter::repeat_n(filler, rows * inner);
     let mut longer = Vec::new();
     for values in values.chunks(run.max(1)) {
+        longer.extend(fill(before));
         longer.extend_from_slice(values);
-        longer.extend(std::iter::repeat_n(filler, BEHIND * inner));
+        longer.extend(fill(BEHIND));
     }
-    let mut longer_shape = shape;
-    longer_shape[axis] += BEHIND;
-    (longer, longer_shape)
+    let (mut longer_shape, mut view) = (shape, shape.map(|size| 0..size));
+    longer_shape[axis] += before + BEHIND;
+    view[axis] = before..before + shape[axis];
+    (longer, longer_shape, view)
 }
 
 #[cfg(test)]
@@ -268,7 +294,9 @@ mod tests {
             Layout::SwappedAxes,
             Layout::Transposed,
             Layout::Expanded,
+            Layout::SharedKeys,
             Layout::LongerBuffer,
+            Layout::MiddleOfBuffer,
         ] {
             let case = Case::new("layouts", "", [2, 3, 3, 5, 5, 4, 4])
                 .layout(layout)

@@ -44,6 +44,8 @@
 //!         dQ += dS K            dS in shared memory, dQ in global memory
 //! ```
 //!
+//! `dS` is rounded to the operands' type for its products; in `f16` it becomes infinite past 65504.
+//!
 //! Where heads are wide, two gradients of 64 keys are more than a warpgroup's registers hold. Then two
 //! warpgroups own the same keys: the one with scores sums `dV` and hands its weights, through shared
 //! memory, to the one with `dP`, which sums `dK`.

@@ -29,6 +29,8 @@
 //!         dQ = dQ + dS K                                    dV = dV + P^T dO; dK = dK + dS^T Q
 //! ```
 //!
+//! `dS` is rounded to the operands' type for its products; in `f16` it becomes infinite past 65504.
+//!
 //! Nothing is added by atomics: every result is reproducible bit for bit, at the price of two products
 //! more than a single kernel with atomics has.
 //!

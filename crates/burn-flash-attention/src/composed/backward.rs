@@ -54,6 +54,8 @@ pub(super) fn backward_in_blocks<B: Backend>(
     let suspects: Vec<_> = [&operands.query, &operands.key, &operands.value]
         .into_iter()
         .chain([&statistics.output_gradient, &statistics.maximum])
+        // NaN in the rows that see one in the bias.
+        .chain([&statistics.output])
         .chain(&statistics.lse_gradient)
         .cloned()
         .collect();

@@ -2,7 +2,8 @@
 
 use super::products;
 use super::{
-    Bias, Broadcast, Case, Draw, FULL, GradientLayout, Layout, Loss, Mask, PER_SCORE, Wanted,
+    Bias, Broadcast, Case, Draw, FULL, GradientLayout, Layout, Loss, Mask, PER_SCORE, QuerySide,
+    Wanted,
 };
 use flash_attention_spec::Dtype;
 
@@ -22,13 +23,17 @@ pub fn grid(full: bool) -> Vec<Case> {
     cases.extend(large_bias());
     cases.extend(first_keys_hidden());
     cases.extend(poison());
+    cases.extend(poisoned_queries());
+    cases.extend(poisoned_bias());
     cases.extend(keys_without_rows());
     cases.extend(block_bounds());
     cases.extend(many_blocks());
+    cases.extend(scales());
     cases.extend(wide_heads());
     cases.extend(unordered());
     cases.extend(windows());
     cases.extend(layouts());
+    cases.extend(long_layouts());
     cases.extend(grouped_heads());
     cases.extend(gradient_subsets());
     cases.extend(number_range());
@@ -190,6 +195,66 @@ fn poison() -> Vec<Case> {
     ]
 }
 
+fn poisoned_queries() -> Vec<Case> {
+    let padding =
+        "A NaN or infinity in a query that sees nothing reaches what other queries add to.";
+    let seen =
+        "A NaN or infinity of one query is multiplied by the 0 of a key that it does not see.";
+    let (nan, infinity) = (f64::NAN, f64::INFINITY);
+    let case = |name: &str, catches, [seq_q, seq_kv]: [usize; 2]| {
+        Case::new(name, catches, [1, 2, 1, seq_q, seq_kv, 64, 64]).loss(Loss::Both)
+    };
+    let banded = |name: &str| {
+        case(name, seen, [150, 300])
+            .causal()
+            .window(Some(100), None)
+    };
+    vec![
+        case(
+            "NaN in queries that a mask shows nothing",
+            padding,
+            [150, 300],
+        )
+        .mask(Mask::Rows(60..140))
+        .poison_queries(60..140, nan, QuerySide::All),
+        case(
+            "infinity in queries before the first key",
+            padding,
+            [300, 150],
+        )
+        .causal()
+        .poison_queries(0..150, infinity, QuerySide::All),
+        banded("NaN in a query that sees some keys").poison_queries(90..91, nan, QuerySide::Query),
+        banded("NaN in the gradient of a row of the output").poison_queries(
+            90..91,
+            nan,
+            QuerySide::OutputGradient,
+        ),
+        banded("infinity in the gradient of a row's lse").poison_queries(
+            90..91,
+            infinity,
+            QuerySide::LseGradient,
+        ),
+    ]
+}
+
+fn poisoned_bias() -> Vec<Case> {
+    let catches = "A visible NaN or infinity of the bias leaves its row, or is lost in it.";
+    let case = |name: &str, value| {
+        Case::new(name, catches, [1, 2, 1, 150, 300, 64, 64])
+            .causal()
+            .bias(Bias::Score([100, 200], value))
+            .loss(Loss::Both)
+    };
+    vec![
+        case("NaN in a visible bias, keys hidden beside it", f64::NAN),
+        case(
+            "infinity in a visible bias, keys hidden beside it",
+            f64::INFINITY,
+        ),
+    ]
+}
+
 fn keys_without_rows() -> Vec<Case> {
     let catches = "Gradients of keys that no query sees keep what memory held before.";
     let case = |name: &str| {
@@ -241,6 +306,24 @@ fn many_blocks() -> Vec<Case> {
             .causal()
             .poison(250..252, f64::NAN),
         case("bias for each key", [128, 128]).bias(Bias::Uniform([true, true, true, false])),
+        case("bias for each query", [64, 64])
+            .bias(Bias::Uniform([true, false, false, true]))
+            .loss(Loss::Both),
+    ]
+}
+
+fn scales() -> Vec<Case> {
+    let catches = "A scale that is negative, 0 or tiny turns maxima over, or is divided by.";
+    let case = |scale: f64| {
+        let name = format!("scale {scale:e} at 150 x 300 positions");
+        Case::new(name, catches, [1, 2, 1, 150, 300, 64, 64])
+            .scale(scale)
+            .loss(Loss::Both)
+    };
+    vec![
+        case(-0.7).causal().mask(Mask::Random(FULL)),
+        case(0.0).causal(),
+        case(1e-30).window(Some(200), Some(30)),
     ]
 }
 
@@ -301,6 +384,7 @@ fn windows() -> Vec<Case> {
         case(Some(3), Some(0)),
         case(Some(0), Some(3)),
         case(Some(64), Some(64)),
+        case(Some(usize::MAX), Some(1000)),
         case(None, Some(3)),
         case(Some(3), None),
     ]
@@ -340,18 +424,36 @@ fn layouts() -> Vec<Case> {
     ]
 }
 
+fn long_layouts() -> Vec<Case> {
+    let catches = "An operand is read as if it were packed from its second block on.";
+    let case = |name: &str, layout| {
+        let name = format!("layout of 200 positions: {name}");
+        Case::new(name, catches, [2, 2, 2, 200, 200, 64, 64])
+            .layout(layout)
+            .causal()
+    };
+    vec![
+        case("fused qkv", Layout::FusedQkv),
+        case("swapped axes, gradient too", Layout::SwappedAxes)
+            .gradient_layout(GradientLayout::Swapped),
+        case("transposed", Layout::Transposed),
+        case("middle of a buffer", Layout::MiddleOfBuffer),
+        case("keys shared by the batch", Layout::SharedKeys).gradient_layout(GradientLayout::Sum),
+    ]
+}
+
 fn grouped_heads() -> Vec<Case> {
     let catches = "A query head reads the wrong key head, or dk and dv miss part of their group.";
-    [1, 2, 3, 6]
-        .into_iter()
-        .map(|kv_heads| {
-            let name = format!("6 heads on {kv_heads} key heads");
-            let shape = [2, 6, kv_heads, 7, 11, 8, 8];
-            Case::new(name, catches, shape)
-                .causal()
-                .bias(Bias::Uniform([false, false, true, false]))
-        })
-        .collect()
+    let small = [1, 2, 3, 6].map(|kv_heads| {
+        let name = format!("6 heads on {kv_heads} key heads");
+        let shape = [2, 6, kv_heads, 7, 11, 8, 8];
+        Case::new(name, catches, shape)
+            .causal()
+            .bias(Bias::Uniform([false, false, true, false]))
+    });
+    let name = "7 heads on 1 key head, 150 x 201 positions";
+    let large = Case::new(name, catches, [1, 7, 1, 150, 201, 64, 64]).causal();
+    small.into_iter().chain([large]).collect()
 }
 
 fn gradient_subsets() -> Vec<Case> {
@@ -429,6 +531,14 @@ fn number_range() -> Vec<Case> {
         .scale(4.0),
         equal(1000.0),
         equal(10000.0),
+        Case::new(
+            "unequal scores around 10000",
+            large,
+            [1, 2, 1, 150, 300, 16, 16],
+        )
+        .draw(Draw::Offset(100.0))
+        .scale(1.0)
+        .loss(Loss::Both),
     ]
 }
 
@@ -443,6 +553,8 @@ fn empty() -> Vec<Case> {
         case("nothing at all", [0, 1, 1, 0, 0, 8, 8]),
         case("no keys, bias", [1, 2, 1, 3, 0, 8, 8])
             .bias(Bias::Uniform([true, true, false, false])),
+        case("no keys, mask", [1, 2, 1, 3, 0, 8, 8]).mask(Mask::Random(FULL)),
+        case("no queries, mask", [1, 2, 1, 0, 4, 8, 8]).mask(Mask::Random(FULL)),
         case("no queries, bias", [1, 2, 1, 0, 4, 8, 8])
             .bias(Bias::Uniform([true, true, true, false])),
     ]

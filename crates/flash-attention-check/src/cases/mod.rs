@@ -48,6 +48,8 @@ pub enum Bias {
     Keys(Range<usize>, f64),
     /// Uniform and of full size, NaN on the given keys.
     NanOnKeys(Range<usize>),
+    /// `value` on one query and key and uniform on the others; shape `[1, 1, seq_q, seq_kv]`.
+    Score([usize; 2], f64),
 }
 
 /// How query, key and value are drawn.
@@ -64,6 +66,9 @@ pub enum Draw {
     FlatScores(f64),
     /// Every element of the query is this number; a key is that number or its negative.
     Signs(f64),
+    /// As [`Draw::WholeNumbers`], and the first element of every query and key is this number: its
+    /// square is in all scores, and small differences decide.
+    Offset(f64),
 }
 
 /// A value written over some rows of both key and value.
@@ -73,6 +78,30 @@ pub struct Poison {
     pub keys: Range<usize>,
     /// NaN or an infinity.
     pub with: f64,
+}
+
+/// What a [`QueryPoison`] is written over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QuerySide {
+    /// Query, gradient of the output and gradient of `lse`.
+    All,
+    /// Query.
+    Query,
+    /// Gradient of the output.
+    OutputGradient,
+    /// Gradient of `lse`.
+    LseGradient,
+}
+
+/// A value written over some rows that belong to queries.
+#[derive(Clone, Debug, PartialEq)]
+pub struct QueryPoison {
+    /// Positions of the rows.
+    pub queries: Range<usize>,
+    /// NaN or an infinity.
+    pub with: f64,
+    /// Whose rows.
+    pub side: QuerySide,
 }
 
 /// How the operands lie in memory.
@@ -89,8 +118,12 @@ pub enum Layout {
     Transposed,
     /// One key head expanded to all, mask and bias expanded to full size: strides of 0.
     Expanded,
+    /// One batch of keys and values expanded to all: a stride of 0.
+    SharedKeys,
     /// A view of longer buffers that hold NaN behind every sequence.
     LongerBuffer,
+    /// A view of longer buffers that hold NaN before and behind every sequence.
+    MiddleOfBuffer,
 }
 
 /// What is called, and what the loss reads.
@@ -150,6 +183,8 @@ pub struct Case {
     pub draw: Draw,
     /// NaN or infinities in key and value.
     pub poison: Option<Poison>,
+    /// NaN or infinities in the query or in incoming gradients.
+    pub query_poison: Option<QueryPoison>,
     /// How the operands lie in memory.
     pub layout: Layout,
     /// Which inputs require gradients.
@@ -197,6 +232,7 @@ impl Case {
             bias: Bias::None,
             draw: Draw::Uniform,
             poison: None,
+            query_poison: None,
             layout: Layout::Packed,
             wanted: Wanted::ALL,
             loss: Loss::Output,
@@ -263,6 +299,16 @@ impl Case {
     /// Writes `with` over the given rows of key and value.
     pub fn poison(mut self, keys: Range<usize>, with: f64) -> Self {
         self.poison = Some(Poison { keys, with });
+        self
+    }
+
+    /// Writes `with` over the given rows of one side or all.
+    pub fn poison_queries(mut self, queries: Range<usize>, with: f64, side: QuerySide) -> Self {
+        self.query_poison = Some(QueryPoison {
+            queries,
+            with,
+            side,
+        });
         self
     }
 
@@ -337,6 +383,7 @@ impl Case {
             Bias::Rows(..) => [true, true, false, true],
             Bias::Keys(..) => [true, true, true, false],
             Bias::NanOnKeys(_) => FULL,
+            Bias::Score(..) => PER_SCORE,
         };
         Some(self.broadcast_shape(broadcast))
     }

@@ -199,7 +199,9 @@ pub(super) fn all_layouts() -> Vec<Case> {
         Layout::SwappedAxes,
         Layout::Transposed,
         Layout::Expanded,
+        Layout::SharedKeys,
         Layout::LongerBuffer,
+        Layout::MiddleOfBuffer,
     ];
     let gradients = [
         GradientLayout::Packed,

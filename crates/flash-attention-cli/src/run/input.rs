@@ -1,12 +1,14 @@
 //! Reads and checks the tensors of a run, before anything is computed.
 
 use super::array::{Array, float, type_name};
-use super::seen::Seen;
+use super::seen::{Hidden, Seen};
 use crate::Outcome;
 use burn_flash_attention::{ElementType, Operand, Operands, Options, Problem, Reason};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype as Stored, TensorInfo, TensorView};
+use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::{Map, Value};
+use std::fmt;
 
 /// Names a run cannot do without.
 const REQUIRED: [&str; 3] = ["q", "k", "v"];
@@ -42,6 +44,9 @@ pub struct Inputs {
 impl Inputs {
     /// Reads the tensors of a safetensors file.
     pub fn read(bytes: &[u8], options: &Options) -> Outcome<Self> {
+        if let Some(name) = repeated_tensor(bytes) {
+            return Err(format!("tensor {name} is in the header twice").into());
+        }
         let file = match SafeTensors::deserialize(bytes) {
             Ok(file) => file,
             Err(error) => return Err(broken_tensor(bytes).unwrap_or(error.to_string()).into()),
@@ -95,7 +100,7 @@ impl Inputs {
     }
 
     /// Refuses a NaN or an infinity that would reach a result. In a key, a value or a bias that no
-    /// query sees it is legal padding, as it is in a query that sees nothing.
+    /// query sees it is legal padding, as it is in a query that sees nothing, and in its gradients.
     fn check_numbers(&self) -> Outcome<()> {
         let optional = [&self.bias, &self.output_gradient, &self.lse_gradient];
         let required = [&self.query, &self.key, &self.value];
@@ -132,7 +137,32 @@ impl Inputs {
             "bias" => problem.bias.unwrap_or_default(),
             _ => [batch, heads, seq_q, 1],
         };
-        Seen::new(problem, self.mask.as_deref(), shape)
+        Seen::new(problem, self.hidden(name), shape)
+    }
+
+    /// What hides the named tensor: the mask, and the bias where it is minus infinity. A query and a
+    /// key meet the bias only after their product, which has to be a number.
+    fn hidden(&self, name: &str) -> Option<Hidden<'_>> {
+        let mask = self.mask.as_deref().zip(self.problem.mask);
+        let mask = mask.map(|(mask, shape)| Hidden {
+            shape,
+            elements: mask.into(),
+        });
+        let bias = self.bias.as_ref().zip(self.problem.bias);
+        let bias = bias
+            .filter(|_| matches!(name, "v" | "do" | "dlse"))
+            .map(|(bias, shape)| Hidden {
+                shape,
+                elements: bias
+                    .values
+                    .iter()
+                    .map(|&x| x == f64::NEG_INFINITY)
+                    .collect(),
+            });
+        match (mask, bias) {
+            (Some(mask), Some(bias)) => Some(mask.or(bias)),
+            (mask, bias) => mask.or(bias),
+        }
     }
 }
 
@@ -230,11 +260,54 @@ fn read_mask(view: &TensorView) -> Outcome<Vec<bool>> {
     view.data().iter().map(flag).collect()
 }
 
-/// Looks for the tensor that makes a file unreadable, which the reader's own error does not always name.
-fn broken_tensor(bytes: &[u8]) -> Option<String> {
+/// The header of a file and its data.
+fn parts(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let (length, rest) = bytes.split_first_chunk()?;
     let length = usize::try_from(u64::from_le_bytes(*length)).ok()?;
-    let (header, data) = rest.split_at_checked(length)?;
+    rest.split_at_checked(length)
+}
+
+/// The names in a header, in their order: where one is there twice, a map holds the last alone.
+struct Names(Vec<String>);
+
+impl<'de> Deserialize<'de> for Names {
+    fn deserialize<D: Deserializer<'de>>(header: D) -> Result<Self, D::Error> {
+        struct Collect;
+
+        impl<'de> Visitor<'de> for Collect {
+            type Value = Names;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("a map of tensors")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Names, A::Error> {
+                let mut names = Vec::new();
+                while let Some((name, IgnoredAny)) = map.next_entry()? {
+                    names.push(name);
+                }
+                Ok(Names(names))
+            }
+        }
+
+        header.deserialize_map(Collect)
+    }
+}
+
+/// A name that a header has twice, which the reader takes for one tensor.
+fn repeated_tensor(bytes: &[u8]) -> Option<String> {
+    let (header, _) = parts(bytes)?;
+    let Names(mut names) = serde_json::from_slice(header).ok()?;
+    names.sort_unstable();
+    let mut pairs = names.windows(2);
+    pairs
+        .find(|pair| pair[0] == pair[1])
+        .map(|pair| pair[0].clone())
+}
+
+/// Looks for the tensor that makes a file unreadable, which the reader's own error does not always name.
+fn broken_tensor(bytes: &[u8]) -> Option<String> {
+    let (header, data) = parts(bytes)?;
     let tensors: Map<String, Value> = serde_json::from_slice(header).ok()?;
     tensors
         .into_iter()

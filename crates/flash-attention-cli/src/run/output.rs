@@ -17,6 +17,13 @@ pub fn check_path(output: &Path, input: &Path) -> Outcome<()> {
     if output.is_dir() || output.file_name().is_none() {
         return Err(format!("output {} is a directory", output.display()).into());
     }
+    if output.is_symlink() && !output.exists() {
+        return Err(format!(
+            "output {} is a link to a file that is not there",
+            output.display()
+        )
+        .into());
+    }
     if fs::canonicalize(output).is_ok_and(|path| fs::canonicalize(input).is_ok_and(|i| i == path)) {
         return Err(format!("output {} is the input file", output.display()).into());
     }

@@ -1,7 +1,47 @@
 //! Which elements of an operand have to do with a visible score, in time linear in operand and mask.
 
 use burn_flash_attention::Problem;
+use std::borrow::Cow;
 use std::ops::Range;
+
+/// What hides scores, broadcast to `[batch, heads, seq_q, seq_kv]`.
+pub struct Hidden<'a> {
+    pub shape: [usize; 4],
+    pub elements: Cow<'a, [bool]>,
+}
+
+/// Elements of the union of two tables that fit into the memory of any machine.
+const UNION: usize = 1 << 26;
+
+impl Hidden<'_> {
+    /// What either hides; what the first hides alone if both are small beside their union, such as a
+    /// row and a column of a long sequence.
+    pub fn or(self, other: Self) -> Self {
+        let shape: [usize; 4] = std::array::from_fn(|n| {
+            let sizes = [self.shape[n], other.shape[n]];
+            // A size of 1 is broadcast, to 0 too.
+            if sizes[0] == 1 { sizes[1] } else { sizes[0] }
+        });
+        let elements = shape.iter().fold(1, |all: usize, &n| all.saturating_mul(n));
+        if elements > UNION.max(self.elements.len()).max(other.elements.len()) {
+            return self;
+        }
+        let hides = |n| self.at(shape, n) || other.at(shape, n);
+        let elements = (0..elements).map(hides).collect();
+        Self { shape, elements }
+    }
+
+    /// Element `n` of a table of shape `full` that this one is broadcast to.
+    fn at(&self, full: [usize; 4], n: usize) -> bool {
+        let (mut at, mut step, mut rest) = (0, 1, n);
+        for dim in (0..4).rev() {
+            at += step * (rest % full[dim]).min(self.shape[dim] - 1);
+            step *= self.shape[dim];
+            rest /= full[dim];
+        }
+        self.elements[at]
+    }
+}
 
 /// A table over `[batch, heads, queries, keys]` in which a dimension that a tensor does not have is 1,
 /// and `heads` may be key heads.
@@ -11,15 +51,15 @@ pub struct Seen {
 }
 
 impl Seen {
-    /// Whether any score of each element of `shape` is visible.
-    pub fn new(problem: &Problem, mask: Option<&[bool]>, shape: [usize; 4]) -> Self {
+    /// Whether any score of each element of `shape` is visible, where `hidden` comes with its shape.
+    pub fn new(problem: &Problem, hidden: Option<Hidden>, shape: [usize; 4]) -> Self {
         if problem.score_shape().contains(&0) {
             let visible = vec![false; shape.iter().product()];
             return Self { shape, visible };
         }
-        let shown = match (mask, problem.mask) {
-            (Some(mask), Some(of)) => Shown::new(mask, of, problem.heads, shape),
-            _ => Shown {
+        let shown = match hidden {
+            Some(hidden) => Shown::new(&hidden, problem.heads, shape),
+            None => Shown {
                 shape: [1; 4],
                 elements: vec![true],
             },
@@ -62,9 +102,10 @@ struct Shown {
 }
 
 impl Shown {
-    /// Of a mask, each true of which hides. The band is the same for every batch and head, so an
-    /// element that stands for several of them sees what any of them is shown.
-    fn new(mask: &[bool], of: [usize; 4], heads: usize, operand: [usize; 4]) -> Self {
+    /// Of what is hidden. The band is the same for every batch and head, so an element that stands for
+    /// several of them sees what any of them is shown.
+    fn new(hidden: &Hidden, heads: usize, operand: [usize; 4]) -> Self {
+        let of = hidden.shape;
         let shape = [of[0].min(operand[0]), of[1].min(operand[1]), of[2], of[3]];
         let table = of[2] * of[3];
         let mut elements = vec![false; shape[0] * shape[1] * table];
@@ -77,7 +118,7 @@ impl Shown {
                 };
                 let to = (batch.min(shape[0] - 1) * shape[1] + to) * table;
                 let from = (batch * of[1] + head) * table;
-                let hidden = &mask[from..from + table];
+                let hidden = &hidden.elements[from..from + table];
                 for (shown, hidden) in elements[to..to + table].iter_mut().zip(hidden) {
                     *shown |= !hidden;
                 }
@@ -185,7 +226,11 @@ mod tests {
                 let operands = Operands::new(operand(4, 3), key.clone(), key)
                     .mask(Operand::new(of, ElementType::Bool));
                 let problem = Problem::new(&operands, &options).unwrap();
-                let seen = Seen::new(&problem, Some(&mask), shape);
+                let hidden = Hidden {
+                    shape: of,
+                    elements: Cow::Borrowed(&mask),
+                };
+                let seen = Seen::new(&problem, Some(hidden), shape);
                 assert_eq!(
                     seen.visible,
                     by_score(&problem, &mask, of, shape),
@@ -193,6 +238,45 @@ mod tests {
                 );
             }
         }
+    }
+
+    /// Catches a union that reads one of the tables at the place of another element.
+    #[test]
+    fn a_union_hides_what_either_hides() {
+        let full = [2, 1, 3, 5];
+        let table = |bits: usize, hidden: usize| {
+            let shape: [usize; 4] =
+                std::array::from_fn(|n| if bits >> n & 1 == 1 { full[n] } else { 1 });
+            let len = shape.iter().product();
+            let elements = (0..len).map(|n| n % len == hidden % len).collect();
+            Hidden { shape, elements }
+        };
+        for bits in 0..16 * 16 {
+            let (one, other) = (bits / 16, bits % 16);
+            let union = table(one, 7).or(table(other, 11));
+            let shape: [usize; 4] = std::array::from_fn(|n| {
+                if (one | other) >> n & 1 == 1 {
+                    full[n]
+                } else {
+                    1
+                }
+            });
+            assert_eq!(union.shape, shape);
+            let wide = |table: &Hidden| -> Vec<bool> {
+                let len = full.iter().product::<usize>();
+                (0..len).map(|n| table.at(full, n)).collect()
+            };
+            let (first, second) = (wide(&table(one, 7)), wide(&table(other, 11)));
+            let both = first.iter().zip(second).map(|(a, b)| a | b);
+            assert!(wide(&union).into_iter().eq(both), "{one:b} {other:b}");
+        }
+        // Neither a row nor a column of so long a sequence is worth a table of every pair.
+        let line = |shape: [usize; 4]| Hidden {
+            shape,
+            elements: vec![true; 1 << 17].into(),
+        };
+        let row = [1, 1, 1, 1 << 17];
+        assert_eq!(line(row).or(line([1, 1, 1 << 17, 1])).shape, row);
     }
 
     fn by_score(problem: &Problem, mask: &[bool], of: [usize; 4], shape: [usize; 4]) -> Vec<bool> {

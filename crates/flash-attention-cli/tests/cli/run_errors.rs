@@ -260,6 +260,51 @@ fn padding_is_told_apart_head_by_head() {
     assert!(line.contains("tensor k is NaN at [0, 1, 1, 3]"), "{line}");
 }
 
+/// Catches padding that a bias hides and that is taken for seen: a value, and the gradients of a row
+/// that sees nothing. A key is seen, whose product with a query meets the bias.
+#[test]
+fn a_bias_of_minus_infinity_hides_what_weights_multiply() {
+    let nan = |tensor: &mut Stored, at: usize| {
+        tensor.bytes[4 * at..4 * at + 4].copy_from_slice(&f32::NAN.to_le_bytes());
+    };
+    let file = |name: &'static str, at: usize| {
+        // Key 0 is hidden from every query by the bias; query 0 sees nothing, for the bias hides keys
+        // up to 2 from it and the mask the others.
+        let mut bias = [0.0; 15];
+        for hidden in [0, 1, 2, 5, 10] {
+            bias[hidden] = f64::NEG_INFINITY;
+        }
+        let mut file = good();
+        file.insert("bias", stored(Dtype::F32, &[1, 1, 3, 5], bias));
+        file.insert(
+            "mask",
+            stored(Dtype::BOOL, &[1, 1, 1, 5], [0.0, 0.0, 0.0, 1.0, 1.0]),
+        );
+        nan(file.get_mut(name).unwrap(), at);
+        directory_with(&file)
+    };
+    let devices = ["reference", "flex"];
+    let devices = &devices[..if cfg!(feature = "flex") { 2 } else { 1 }];
+    for device in devices {
+        for (name, at) in [("v", 3), ("v", 33), ("do", 0), ("do", 23), ("dlse", 3)] {
+            let directory = file(name, at);
+            let path = directory.path().display();
+            stdout(&format!(
+                "run --input {path}/in.safetensors --output {path}/out.safetensors --device {device}"
+            ));
+        }
+        for (name, at, says) in [
+            ("v", 6, "tensor v is NaN at [0, 0, 1, 0]"),
+            ("do", 6, "tensor do is NaN at [0, 0, 1, 0]"),
+            ("k", 0, "tensor k is NaN at [0, 0, 0, 0]"),
+            ("q", 0, "tensor q is NaN at [0, 0, 0, 0]"),
+        ] {
+            let line = fails(&file(name, at), &format!("--device {device}"));
+            assert!(line.contains(says), "{line}");
+        }
+    }
+}
+
 /// Catches a product of dimensions that overflows though the tensor holds nothing.
 #[test]
 fn a_shape_that_cannot_be_addressed_is_named() {
@@ -326,6 +371,14 @@ fn a_broken_file_is_refused_and_its_tensor_named() {
         (
             header(&entry("F32", "[4294967296,4294967296,4]", 4), 4),
             "tensor k is broken: shape",
+        ),
+        // The same tensor by an escape.
+        (
+            header(
+                r#"{"k":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"\u006b":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#,
+                4,
+            ),
+            "tensor k is in the header twice",
         ),
     ] {
         fs::write(&path, bytes).unwrap();
@@ -416,6 +469,28 @@ fn paths_that_cannot_be_used_are_named() {
     assert!(run("in.safetensors", "./in.safetensors").contains("is the input file"));
     assert_eq!(names(directory.path()), ["in.safetensors"]);
     assert!(usage("run").contains("--input <FILE> --output <FILE>"));
+}
+
+/// Catches a link that is replaced by a file, or followed to where nothing was.
+#[test]
+#[cfg(unix)]
+fn a_link_to_nothing_is_left_alone() {
+    let directory = directory_with(&good());
+    let path = directory.path().display();
+    let link = directory.path().join("out.safetensors");
+    std::os::unix::fs::symlink(directory.path().join("absent"), &link).unwrap();
+    let line = error(&format!(
+        "run --device reference --input {path}/in.safetensors --output {path}/out.safetensors"
+    ));
+    assert!(
+        line.ends_with("out.safetensors is a link to a file that is not there"),
+        "{line}"
+    );
+    assert!(link.is_symlink());
+    assert_eq!(
+        names(directory.path()),
+        ["in.safetensors", "out.safetensors"]
+    );
 }
 
 #[test]

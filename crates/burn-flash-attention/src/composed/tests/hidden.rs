@@ -108,6 +108,21 @@ fn what_is_not_finite_reaches_only_those_that_see_it() {
 }
 
 #[test]
+fn a_visible_bias_that_is_not_finite_stays_in_its_row() {
+    for bad in [f64::NAN, f64::INFINITY] {
+        let mut case = Case::with(
+            [1, 2, 1, 10, 11, 4, 4],
+            causal(Alignment::BottomRight),
+            None,
+            Some([1, 1, 10, 11]),
+            Dtype::F32,
+        );
+        case.bias.as_mut().unwrap()[5 * 11 + 3] = bad;
+        case.check(&format!("{bad} in the bias"));
+    }
+}
+
+#[test]
 fn hidden_padding_does_not_count() {
     let mut case = Case::with(
         [1, 2, 2, 6, 11, 4, 4],
