@@ -16,7 +16,7 @@ use crate::Outcome;
 use crate::devices;
 use crate::failure::guard;
 use crate::report::Report;
-use burn_flash_attention::{DeviceReport, Dtype, Explanation, explain};
+use burn_flash_attention::{DeviceReport, Dtype, Explanation, Summation, explain};
 use call::Operands;
 use clap::{ArgAction, Args};
 use grid::{Choice, Element, Grid, Pass, Point};
@@ -78,6 +78,9 @@ pub struct BenchArgs {
     /// Only points with a causal mask, or only those without
     #[arg(long, value_name = "BOOL", action = ArgAction::Set)]
     causal: Option<bool>,
+    /// Let backward passes add the parts of gradients in any order, instead of one that reruns repeat
+    #[arg(long)]
+    unordered_gradients: bool,
     /// Timed samples of each point
     #[arg(long, value_name = "N", default_value = "20")]
     samples: NonZeroUsize,
@@ -168,8 +171,17 @@ pub fn execute(args: BenchArgs) -> Outcome<Report> {
         grid_is_default: args.grid.is_none(),
         dtype,
         samples: args.samples.get(),
+        summation: summation(&args),
     };
     report(&about, &found, peers.as_ref())
+}
+
+fn summation(args: &BenchArgs) -> Summation {
+    if args.unordered_gradients {
+        Summation::Unordered
+    } else {
+        Summation::Reproducible
+    }
 }
 
 fn dtype(args: &BenchArgs, device: &DeviceReport) -> Outcome<Dtype> {
@@ -195,6 +207,7 @@ fn points(args: &BenchArgs, grid: Grid, dtype: Dtype) -> Outcome<Vec<Point>> {
         head_dims: numbers(&args.head_dim),
         seqs: numbers(&args.seq),
         causal: args.causal,
+        summation: summation(args),
     };
     let points = grid.points(&choice, dtype);
     if points.is_empty() {

@@ -1,6 +1,6 @@
 //! What is measured: the points of each grid, and how much arithmetic one is.
 
-use burn_flash_attention::{Dtype, Options, Window};
+use burn_flash_attention::{Dtype, Options, Summation, Window};
 use clap::ValueEnum;
 use std::fmt;
 
@@ -113,6 +113,8 @@ pub struct Point {
     pub seq: usize,
     /// Width of query, key and value.
     pub head_dim: usize,
+    /// How the parts of gradients are added.
+    pub summation: Summation,
 }
 
 /// What is asked for instead of all of a grid.
@@ -126,6 +128,8 @@ pub struct Choice {
     pub seqs: Vec<usize>,
     /// Only variants that hide later keys, or only those that do not.
     pub causal: Option<bool>,
+    /// How the parts of gradients are added.
+    pub summation: Summation,
 }
 
 impl Grid {
@@ -141,7 +145,10 @@ impl Grid {
                 for &variant in self.variants().iter().filter(|variant| chosen(variant)) {
                     let mut at_seq = |&seq: &usize| {
                         if self.has(pass, seq) {
-                            points.push(self.point(variant, pass, dtype, seq, head_dim));
+                            points.push(Point {
+                                summation: choice.summation,
+                                ..self.point(variant, pass, dtype, seq, head_dim)
+                            });
                         }
                     };
                     seqs.iter().for_each(&mut at_seq);
@@ -214,6 +221,7 @@ impl Grid {
             kv_heads,
             seq,
             head_dim,
+            summation: Summation::default(),
         }
     }
 }
@@ -248,6 +256,7 @@ impl Point {
                 left: window.then_some(WINDOW),
                 right: None,
             },
+            summation: self.summation,
             ..Options::default()
         }
     }

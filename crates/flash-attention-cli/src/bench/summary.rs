@@ -5,7 +5,7 @@ use super::peers::{self, Peers};
 use super::record::{Measured, TITLES, point_json};
 use crate::Outcome;
 use crate::report::{Report, Table};
-use burn_flash_attention::{DeviceReport, Dtype};
+use burn_flash_attention::{DeviceReport, Dtype, Summation};
 use serde_json::json;
 use std::fmt::Write;
 
@@ -18,6 +18,8 @@ pub struct About<'a> {
     pub dtype: Dtype,
     /// Of each point.
     pub samples: usize,
+    /// Of gradients.
+    pub summation: Summation,
 }
 
 /// What became of a point.
@@ -70,6 +72,7 @@ pub fn report(about: &About, found: &[(Point, Found)], peers: Option<&Peers>) ->
             "grid": about.grid.to_string(),
             "grid_is_default": about.grid_is_default,
             "dtype": about.dtype.to_string(),
+            "unordered_gradients": about.summation == Summation::Unordered,
             "points": measured.iter().map(|it| it.json(&ratios(it))).collect::<Vec<_>>(),
             "failures": failed.collect::<Vec<_>>(),
             "not_reached": not_reached.iter().map(|point| point_json(point)).collect::<Vec<_>>(),
@@ -100,8 +103,12 @@ fn text(about: &About, measured: &[Measured], peers: Option<&Peers>) -> Outcome<
         (true, true) => " (the default of a processor)",
         (true, false) => " (the default)",
     };
+    let order = match about.summation {
+        Summation::Reproducible => "",
+        Summation::Unordered => ", gradients summed in any order",
+    };
     let mut text = format!(
-        "{name}: {hardware}, compiler {compiler}, {} build; {grid} grid{default}, {dtype}\n",
+        "{name}: {hardware}, compiler {compiler}, {} build; {grid} grid{default}, {dtype}{order}\n",
         build(),
     );
     if !measured.is_empty() {

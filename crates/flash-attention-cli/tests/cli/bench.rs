@@ -51,6 +51,17 @@ fn every_variant_is_verified_in_every_pass() {
 
 #[test]
 #[cfg(feature = "flex")]
+fn the_order_of_sums_is_said() {
+    let pass = format!("{SMALL} --pass backward");
+    assert_eq!(json(&pass)["unordered_gradients"], false);
+    assert!(!stdout(&pass).contains("in any order"));
+    let pass = format!("{pass} --unordered-gradients");
+    assert_eq!(json(&pass)["unordered_gradients"], true);
+    assert!(stdout(&pass).contains("gradients summed in any order"));
+}
+
+#[test]
+#[cfg(feature = "flex")]
 fn a_run_writes_rows_a_drawing_and_ratios() {
     let folder = tempfile::tempdir().unwrap();
     let [csv, plot, peers] =
