@@ -1,4 +1,4 @@
-//! Tensors in, gradients out: `cargo run -p flash-attention-examples --example quickstart`.
+//! Tensors in, gradients out: `cargo run --example quickstart`.
 
 use burn::tensor::{Device, Distribution, Tensor};
 use burn_flash_attention::{AttentionOptions, flash_attention};

@@ -1,8 +1,8 @@
 //! Trains a small causal transformer on the characters of a text and lets it write.
 //!
 //! ```sh
-//! cargo run --release -p flash-attention-examples --example train_char_lm
-//! cargo run --release -p flash-attention-examples --example train_char_lm -- --attention burn
+//! cargo run --release --example train_char_lm
+//! cargo run --release --example train_char_lm -- --attention burn
 //! ```
 
 use std::error::Error;

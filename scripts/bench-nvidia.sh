@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures burn-flash-attention and PyTorch's attention kernels beside each other on an NVIDIA GPU.
 #
-#   cargo build --release -p flash-attention-cli --features cuda-nvrtc
+#   cargo build --release --bin attn --features cuda-nvrtc
 #   ATTN=target/release/attn PYTHON=.venv/bin/python scripts/bench-nvidia.sh results --grid paper --dtype bf16
 #
 # The first argument is the folder for results, the rest are options of `attn bench` that choose points.
