@@ -9,6 +9,11 @@
 //! cargo test -p flash-attention-tests --no-default-features --features vulkan
 //! ```
 
+/// Runs the README's examples.
+#[cfg(all(doctest, feature = "flex"))]
+#[doc = include_str!("../../README.md")]
+mod readme {}
+
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_flash_attention::{DeviceReport, device, devices};
 use rand::rngs::StdRng;
