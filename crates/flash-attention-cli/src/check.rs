@@ -276,7 +276,10 @@ fn text(tallies: &[Tally], devices: &[DeviceReport], explain: bool) -> Outcome<S
         )?;
         match tally.undefined {
             0 => writeln!(text)?,
-            n => writeln!(text, "; {n} left out, which are made for other element types only")?,
+            n => writeln!(
+                text,
+                "; {n} left out, which are made for other element types only"
+            )?,
         }
         let mut table = Table::new(["<output", "worst error", "bound", "share", "<case"]);
         for (output, found) in OUTPUTS.into_iter().zip(&tally.closest) {

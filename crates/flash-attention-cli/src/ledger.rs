@@ -48,7 +48,7 @@ pub struct LedgerArgs {
         conflicts_with = "backward"
     )]
     values: Option<Vec<f64>>,
-    /// Keys in a block
+    /// Scores in a block
     #[arg(
         long,
         value_name = "N",
@@ -57,10 +57,10 @@ pub struct LedgerArgs {
         conflicts_with = "backward"
     )]
     block: NonZeroUsize,
-    /// Show the backward pass of the worked example instead
+    /// Show the backward pass of a worked example instead, which takes no --scores, --values, --block
     #[arg(long)]
     backward: bool,
-    /// Queries in a block
+    /// With --backward: queries in a block
     #[arg(
         long,
         value_name = "N",
@@ -69,7 +69,7 @@ pub struct LedgerArgs {
         requires = "backward"
     )]
     block_q: NonZeroUsize,
-    /// Keys in a block
+    /// With --backward: keys in a block
     #[arg(
         long,
         value_name = "N",
@@ -78,7 +78,8 @@ pub struct LedgerArgs {
         requires = "backward"
     )]
     block_kv: NonZeroUsize,
-    /// Whether a query sees only the keys up to its own position; --causal=false shows all keys
+    /// With --backward: whether a query sees only the keys up to its own position; --causal=false
+    /// shows all keys
     #[arg(
         long,
         value_name = "true|false",

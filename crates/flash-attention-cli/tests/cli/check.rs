@@ -36,11 +36,16 @@ fn cases_that_are_left_out_are_explained() {
     let undefined = json("check --device flex --dtype f32")["runs"][0]["undefined"].clone();
     assert!(undefined.as_u64().unwrap() > 0);
     let text = stdout("check --device flex --dtype f32");
-    let says = format!(" cases passed; {undefined} left out, which are made for other element types only\n");
+    let says = format!(
+        " cases passed; {undefined} left out, which are made for other element types only\n"
+    );
     assert!(text.contains(&says), "{text}");
     let help = stdout("check --help");
     let words = help.split_whitespace().collect::<Vec<_>>().join(" ");
-    assert!(words.contains("the others leave them out, and say how many"), "{help}");
+    assert!(
+        words.contains("the others leave them out, and say how many"),
+        "{help}"
+    );
 }
 
 #[test]

@@ -147,6 +147,22 @@ fn a_result_that_is_lost_to_overflow_is_a_failure() {
     assert_eq!(error.lines().count(), 1);
 }
 
+/// Catches two options that are described alike, and those that are of no use alone.
+#[test]
+fn help_tells_the_options_of_either_pass_apart() {
+    let help = stdout("ledger --help");
+    let words = help.split_whitespace().collect::<Vec<_>>().join(" ");
+    for says in [
+        "--block <N> Scores in a block",
+        "--block-q <N> With --backward: queries in a block",
+        "--block-kv <N> With --backward: keys in a block",
+        "With --backward: whether a query sees",
+        "which takes no --scores, --values, --block",
+    ] {
+        assert!(words.contains(says), "{says}: {help}");
+    }
+}
+
 #[test]
 fn refusals_are_usage_errors_that_name_the_culprit() {
     const COUNT: &str = "expected a whole number of at least 1";
