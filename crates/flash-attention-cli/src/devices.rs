@@ -47,7 +47,8 @@ const BACKENDS: [Backend; 9] = [
 ];
 
 /// What [`NVRTC`] is, for those who lack it.
-const ABOUT_NVRTC: &str = "cuda-nvrtc serves the device cuda too, by NVRTC, which the fastest kernels for Hopper (H100) need";
+const ABOUT_NVRTC: &str = "cuda-nvrtc serves the device cuda too, compiled by NVRTC, \
+     which the hopper kernels of H100 and H200 need";
 
 /// List the devices that are compiled in and found
 ///
