@@ -47,8 +47,8 @@ const BACKENDS: [Backend; 9] = [
 ];
 
 /// What [`NVRTC`] is, for those who lack it.
-const ABOUT_NVRTC: &str = "cuda-nvrtc serves the device cuda too, compiled by NVRTC, \
-     which the hopper kernels of H100 and H200 need";
+const ABOUT_NVRTC: &str = "cuda-nvrtc serves the device cuda too, compiled by NVRTC: \
+     with the hopper kernels for H100 and H200, and f32 on matrix units";
 
 /// List the devices that are compiled in and found
 ///
