@@ -81,7 +81,7 @@ pub fn write(path: &Path, arrays: &[Array]) -> Outcome<()> {
 /// The system's text, without the name of a temporary file, which means nothing to the user.
 fn reason(error: &io::Error) -> String {
     let text = error.to_string();
-    match text.rsplit_once(" at path ") {
+    match text.split_once(" at path ") {
         Some((reason, _)) => reason.to_string(),
         None => text,
     }
