@@ -80,28 +80,25 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
-    let (heads, dim) = (arguments.heads, arguments.dim);
-    if !dim.is_multiple_of(heads) || !dim.is_multiple_of(2) {
-        return Err(
-            format!("--dim {dim} is not even, or --heads {heads} does not divide it").into(),
-        );
-    }
     let device = find_device(arguments.device.as_deref())?;
     let corpus = Corpus::new(TEXT, arguments.context)?;
     let vocabulary = corpus.vocabulary();
+    let size = CharTransformerConfig::new(
+        vocabulary.len(),
+        arguments.context,
+        arguments.layers,
+        arguments.heads,
+        arguments.dim,
+    );
+    if let Some(fault) = size.fault() {
+        return Err(fault.into());
+    }
     let mut progress = Progress::new(arguments.steps, arguments.loss_csv.as_deref())
         .map_err(|error| format!("the file of --loss-csv cannot be made: {error}"))?;
 
     let training_device = device.clone().autodiff();
     training_device.seed(arguments.seed);
-    let model = CharTransformerConfig::new(
-        vocabulary.len(),
-        arguments.context,
-        arguments.layers,
-        heads,
-        dim,
-    )
-    .init(&training_device);
+    let model = size.init(&training_device);
     println!(
         "{} characters, {} distinct; {} parameters; attention {:?} on {device:?}",
         TEXT.len(),
@@ -153,16 +150,14 @@ fn find_device(name: Option<&str>) -> Result<Device, String> {
 
 fn positive(text: &str) -> Result<usize, String> {
     match text.parse() {
-        Ok(0) => Err("must be at least 1".into()),
-        Ok(number) => Ok(number),
-        Err(error) => Err(error.to_string()),
+        Ok(number) if number > 0 => Ok(number),
+        _ => Err("expected a whole number of at least 1".into()),
     }
 }
 
 fn over_zero(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(number) if number.is_finite() && number > 0.0 => Ok(number),
-        Ok(_) => Err("must be a finite number over 0".into()),
-        Err(error) => Err(error.to_string()),
+        _ => Err("expected a finite number over 0".into()),
     }
 }

@@ -16,9 +16,9 @@ use clap::ValueEnum;
 /// Which code computes the attention. Both compute the same function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum AttentionKind {
-    /// [`flash_attention`]: block by block, memory linear in the context.
+    /// This library's: block by block, memory linear in the context.
     Flash,
-    /// [`burn::tensor::module::attention`], Burn's own.
+    /// Burn's own.
     Burn,
 }
 
@@ -54,17 +54,22 @@ pub struct CharTransformerConfig {
 }
 
 impl CharTransformerConfig {
+    /// Why no model has these sizes, if none has.
+    pub fn fault(&self) -> Option<String> {
+        let (heads, dim) = (self.heads, self.dim);
+        if !dim.is_multiple_of(2) {
+            return Some(format!("dim is {dim}, expected an even number"));
+        }
+        let divides = heads > 0 && dim.is_multiple_of(heads);
+        (!divides).then(|| format!("heads is {heads}, expected a divisor of dim, which is {dim}"))
+    }
+
     /// A model with random parameters on `device`.
     ///
     /// # Panics
-    /// When `heads` is 0 or does not divide `dim`, or `dim` is odd.
+    /// When there is a [`fault`](Self::fault).
     pub fn init(&self, device: &Device) -> CharTransformer {
-        assert!(
-            self.heads > 0 && self.dim.is_multiple_of(self.heads),
-            "heads ({}) must divide dim ({})",
-            self.heads,
-            self.dim
-        );
+        assert_eq!(self.fault(), None);
         CharTransformer {
             // Smaller than the sinusoids, so that the first attention weights follow positions:
             // looking one character back is what the model must learn first.
@@ -197,6 +202,26 @@ mod tests {
         let scores = model.forward(tokens, kind);
         assert_eq!(scores.dims(), [1, 5, 7]);
         scores.into_data().try_into_vec().unwrap()
+    }
+
+    #[test]
+    fn the_size_that_is_wrong_is_named() {
+        let fault = |heads, dim| CharTransformerConfig::new(7, 12, 1, heads, dim).fault();
+        assert_eq!(fault(4, 128), None);
+        let heads = "heads is 3, expected a divisor of dim, which is 128";
+        assert_eq!(fault(3, 128).unwrap(), heads);
+        assert!(fault(0, 128).unwrap().starts_with("heads is 0"));
+        assert_eq!(fault(7, 7).unwrap(), "dim is 7, expected an even number");
+    }
+
+    /// Catches help that is written for rustdoc.
+    #[test]
+    fn help_has_no_links() {
+        for kind in AttentionKind::value_variants() {
+            let value = kind.to_possible_value().unwrap();
+            let help = value.get_help().unwrap().to_string();
+            assert!(!help.contains(['[', '`']), "{help}");
+        }
     }
 
     /// What follows a position must not reach it: with either attention.

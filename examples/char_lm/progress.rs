@@ -25,9 +25,15 @@ impl Progress {
     /// For a run of `steps` steps, whose losses also go to the file at `losses`, if given.
     ///
     /// # Errors
-    /// When the file cannot be made.
+    /// When the file cannot be made; its path is in the error's text.
     pub fn new(steps: usize, losses: Option<&Path>) -> io::Result<Self> {
-        let mut file = losses.map(File::create).transpose()?.map(BufWriter::new);
+        let create = |path: &Path| {
+            let named = |error: io::Error| {
+                io::Error::new(error.kind(), format!("{}: {error}", path.display()))
+            };
+            File::create(path).map_err(named)
+        };
+        let mut file = losses.map(create).transpose()?.map(BufWriter::new);
         if let Some(file) = &mut file {
             writeln!(file, "step,training_loss,validation_loss,seconds")?;
         }
@@ -110,6 +116,14 @@ fn csv_line(step: Step) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_that_cannot_be_made_is_named() {
+        let error = Progress::new(1, Some(Path::new("no/such/losses.csv"))).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
+        let text = error.to_string();
+        assert!(text.starts_with("no/such/losses.csv: "), "{text}");
+    }
 
     #[test]
     fn a_step_without_validation_leaves_that_column_empty() {

@@ -14,7 +14,7 @@ mod verify;
 
 use crate::Outcome;
 use crate::devices;
-use crate::failure::guard;
+use crate::failure::{Usage, guard, parse_count};
 use crate::report::Report;
 use burn_flash_attention::{DeviceReport, Dtype, Explanation, Summation, explain};
 use call::Operands;
@@ -70,10 +70,10 @@ pub struct BenchArgs {
     #[arg(long, value_name = "T")]
     dtype: Option<Element>,
     /// Head dimensions instead of the grid's, separated by commas
-    #[arg(long, value_name = "N", value_delimiter = ',')]
+    #[arg(long, value_name = "N", value_delimiter = ',', value_parser = parse_count)]
     head_dim: Vec<NonZeroUsize>,
     /// Sequence lengths instead of the grid's, separated by commas
-    #[arg(long, value_name = "N", value_delimiter = ',')]
+    #[arg(long, value_name = "N", value_delimiter = ',', value_parser = parse_count)]
     seq: Vec<NonZeroUsize>,
     /// Only points with a causal mask, or only those without
     #[arg(long, value_name = "BOOL", action = ArgAction::Set)]
@@ -82,7 +82,7 @@ pub struct BenchArgs {
     #[arg(long)]
     unordered_gradients: bool,
     /// Timed samples of each point
-    #[arg(long, value_name = "N", default_value = "20")]
+    #[arg(long, value_name = "N", default_value = "20", value_parser = parse_count)]
     samples: NonZeroUsize,
     /// Begin no point that would not be done this long after the start; those count as failed
     #[arg(long, value_name = "SECONDS", value_parser = parse_positive)]
@@ -215,10 +215,10 @@ fn points(args: &BenchArgs, grid: Grid, dtype: Dtype) -> Outcome<Vec<Point>> {
             Some(_) => "",
             None => ", and is the default of this device; --grid takes another",
         };
-        return Err(format!("the {grid} grid has no such point{hint}").into());
+        return Err(Usage::new(format!("the {grid} grid has no such point{hint}")).into());
     }
     for point in &points {
-        call::problem(point)?;
+        call::problem(point).map_err(Usage::new)?;
     }
     Ok(points)
 }

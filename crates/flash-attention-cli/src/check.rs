@@ -24,6 +24,9 @@ const OUTPUTS: [&str; 6] = ["o", "lse", "dq", "dk", "dv", "dbias"];
 /// that of the same formula done unfused in the input's type, plus two roundings. In f32 the relative
 /// Frobenius error must stay under 5e-6 for o and 2e-5 for gradients too.
 ///
+/// Some cases are made for certain element types only, for example of numbers that f16 cannot hold or
+/// of scores that bounds of f32 are too narrow for; the others leave them out, and say how many.
+///
 /// For every output the table shows the error that came closest to its bound. A device that lacks
 /// an element type is listed as declined. The exit status is 1 if any case fails or none could run.
 #[derive(Args)]
@@ -57,7 +60,7 @@ struct Tally {
     /// Why the device takes no part.
     declined: Option<String>,
     cases: usize,
-    /// Cases that are not defined in the element type.
+    /// Cases that are made for other element types only.
     undefined: usize,
     failures: Vec<Failure>,
     /// For each of [`OUTPUTS`] the error that came closest to its bound.
@@ -273,7 +276,10 @@ fn text(tallies: &[Tally], devices: &[DeviceReport], explain: bool) -> Outcome<S
         )?;
         match tally.undefined {
             0 => writeln!(text)?,
-            n => writeln!(text, ", {n} are not defined in {dtype}")?,
+            n => writeln!(
+                text,
+                "; {n} left out, which are made for other element types only"
+            )?,
         }
         let mut table = Table::new(["<output", "worst error", "bound", "share", "<case"]);
         for (output, found) in OUTPUTS.into_iter().zip(&tally.closest) {

@@ -7,17 +7,48 @@ use clap::Args;
 use serde_json::{Value, json};
 use std::fmt::Write;
 
-/// Every backend by its cargo feature, which is its device name too, and whether it is on.
-const BACKENDS: [(&str, bool); 8] = [
-    ("flex", cfg!(feature = "flex")),
-    ("cuda", cfg!(feature = "cuda")),
-    ("rocm", cfg!(feature = "rocm")),
-    ("metal", cfg!(feature = "metal")),
-    ("vulkan", cfg!(feature = "vulkan")),
-    ("webgpu", cfg!(feature = "webgpu")),
-    ("wgpu", cfg!(feature = "wgpu")),
-    ("cpu", cfg!(feature = "cpu")),
+/// A cargo feature that brings a device, or another way to compile for one.
+struct Backend {
+    feature: &'static str,
+    /// The device's name, without its index.
+    device: &'static str,
+    compiled_in: bool,
+}
+
+impl Backend {
+    /// One whose feature is called like its device.
+    const fn new(name: &'static str, compiled_in: bool) -> Self {
+        Self {
+            feature: name,
+            device: name,
+            compiled_in,
+        }
+    }
+}
+
+/// CUDA by another compiler, on the same device; brings `cuda` too.
+const NVRTC: Backend = Backend {
+    feature: "cuda-nvrtc",
+    device: "cuda",
+    compiled_in: cfg!(feature = "cuda-nvrtc"),
+};
+
+/// Every backend.
+const BACKENDS: [Backend; 9] = [
+    Backend::new("flex", cfg!(feature = "flex")),
+    Backend::new("cuda", cfg!(any(feature = "cuda", feature = "cuda-nvrtc"))),
+    NVRTC,
+    Backend::new("rocm", cfg!(feature = "rocm")),
+    Backend::new("metal", cfg!(feature = "metal")),
+    Backend::new("vulkan", cfg!(feature = "vulkan")),
+    Backend::new("webgpu", cfg!(feature = "webgpu")),
+    Backend::new("wgpu", cfg!(feature = "wgpu")),
+    Backend::new("cpu", cfg!(feature = "cpu")),
 ];
+
+/// What [`NVRTC`] is, for those who lack it.
+const ABOUT_NVRTC: &str = "cuda-nvrtc serves the device cuda too, compiled by NVRTC: \
+     with the hopper kernels for H100 and H200, and f32 on matrix units";
 
 /// List the devices that are compiled in and found
 ///
@@ -46,6 +77,9 @@ pub fn execute(_: DevicesArgs) -> Outcome<Report> {
     if !absent.is_empty() {
         let names = absent.join(", ");
         writeln!(text, "Not compiled in, each a cargo feature: {names}")?;
+        if !NVRTC.compiled_in {
+            writeln!(text, "{ABOUT_NVRTC}")?;
+        }
     }
     Ok(Report {
         text,
@@ -78,17 +112,24 @@ pub fn find(name: Option<&str>) -> Outcome<DeviceReport> {
     Ok(found.swap_remove(kernels.unwrap_or(0)))
 }
 
+/// Cargo features that are off.
 fn absent() -> impl Iterator<Item = &'static str> {
-    BACKENDS
-        .into_iter()
-        .filter(|&(_, on)| !on)
-        .map(|(name, _)| name)
+    let off = BACKENDS.into_iter().filter(|backend| !backend.compiled_in);
+    off.map(|backend| backend.feature)
 }
 
+/// Devices that are compiled in and were not found.
 fn missing(found: &[DeviceReport]) -> impl Iterator<Item = &'static str> {
-    let on = BACKENDS.into_iter().filter(|&(_, on)| on);
-    on.map(|(name, _)| name)
-        .filter(|name| !found.iter().any(|report| backend(&report.name) == *name))
+    let is_found = |name| {
+        let mut reports = found.iter();
+        reports.any(|report| backend(&report.name) == name)
+    };
+    BACKENDS
+        .into_iter()
+        // The other way to the same device is no second one.
+        .filter(|backend| backend.compiled_in && backend.feature == backend.device)
+        .map(|backend| backend.device)
+        .filter(move |&device| !is_found(device))
 }
 
 /// The backend of a device name, which is what stands before the `:index`.
@@ -97,13 +138,26 @@ fn backend(name: &str) -> &str {
 }
 
 fn unknown(name: &str, found: &[DeviceReport]) -> String {
-    let feature = backend(name);
-    let why = match BACKENDS.into_iter().find(|(known, _)| *known == feature) {
-        Some((_, true)) => "is compiled in but was not found".to_string(),
-        Some((_, false)) => format!("is not compiled in, cargo feature `{feature}` brings it"),
-        None => "is unknown".to_string(),
+    let device = backend(name);
+    let of_device = || BACKENDS.iter().filter(|known| known.device == device);
+    let features: Vec<String> = of_device()
+        .map(|known| format!("`{}`", known.feature))
+        .collect();
+    let why = if device == NVRTC.feature {
+        format!("is a cargo feature, whose device is {}", NVRTC.device)
+    } else if features.is_empty() {
+        "is unknown".to_string()
+    } else if of_device().any(|known| known.compiled_in) {
+        "is compiled in but was not found".to_string()
+    } else {
+        let features = features.join(" or ");
+        format!("is not compiled in, cargo feature {features} brings it")
     };
-    format!("device {name} {why}; {}", no_device(found))
+    let about = match device == NVRTC.device || device == NVRTC.feature {
+        true if !NVRTC.compiled_in => format!(" ({ABOUT_NVRTC})"),
+        _ => String::new(),
+    };
+    format!("device {name} {why}{about}; {}", no_device(found))
 }
 
 /// What there is instead.

@@ -1,9 +1,37 @@
-//! Panics as errors: what no `Result` reports, a failing driver for example, is still one line.
+//! Kinds of failure: a command line that asks for what cannot be, and panics as errors, for what no
+//! `Result` reports, a failing driver for example, is still one line.
 
 use crate::Outcome;
 use crate::report::one_line;
+use std::error::Error;
+use std::fmt;
+use std::num::NonZeroUsize;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Mutex, PoisonError};
+
+/// What is wrong with a command line whose arguments are right one by one.
+#[derive(Debug)]
+pub struct Usage(String);
+
+impl Usage {
+    pub fn new(what: impl fmt::Display) -> Self {
+        Self(what.to_string())
+    }
+}
+
+impl fmt::Display for Usage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl Error for Usage {}
+
+/// A number of things, one at least.
+pub fn parse_count(text: &str) -> Result<NonZeroUsize, String> {
+    let wrong = |_| "expected a whole number of at least 1".to_string();
+    text.parse().map_err(wrong)
+}
 
 /// The latest panic of any thread. A worker's is the cause of the one it makes its caller have.
 static LATEST: Mutex<Option<String>> = Mutex::new(None);

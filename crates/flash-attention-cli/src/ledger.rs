@@ -1,6 +1,7 @@
 //! `attn ledger`: the block recurrence, step by step.
 
 use crate::Outcome;
+use crate::failure::{Usage, parse_count};
 use crate::report::{Report, Table, json_number, json_numbers, number};
 use clap::{ArgAction, Args};
 use flash_attention_spec::ledger::{
@@ -8,6 +9,7 @@ use flash_attention_spec::ledger::{
 };
 use serde_json::{Value, json};
 use std::fmt::Write;
+use std::num::NonZeroUsize;
 use std::ops::Range;
 
 /// How far a block result may lie from the full row, relative to the numbers in it: both are
@@ -46,24 +48,38 @@ pub struct LedgerArgs {
         conflicts_with = "backward"
     )]
     values: Option<Vec<f64>>,
-    /// Keys in a block
+    /// Scores in a block
     #[arg(
         long,
         value_name = "N",
-        default_value_t = 2,
+        default_value = "2",
+        value_parser = parse_count,
         conflicts_with = "backward"
     )]
-    block: usize,
-    /// Show the backward pass of the worked example instead
+    block: NonZeroUsize,
+    /// Show the backward pass of a worked example instead, which takes no --scores, --values, --block
     #[arg(long)]
     backward: bool,
-    /// Queries in a block
-    #[arg(long, value_name = "N", default_value_t = 2, requires = "backward")]
-    block_q: usize,
-    /// Keys in a block
-    #[arg(long, value_name = "N", default_value_t = 2, requires = "backward")]
-    block_kv: usize,
-    /// Whether a query sees only the keys up to its own position; --causal=false shows all keys
+    /// With --backward: queries in a block
+    #[arg(
+        long,
+        value_name = "N",
+        default_value = "2",
+        value_parser = parse_count,
+        requires = "backward"
+    )]
+    block_q: NonZeroUsize,
+    /// With --backward: keys in a block
+    #[arg(
+        long,
+        value_name = "N",
+        default_value = "2",
+        value_parser = parse_count,
+        requires = "backward"
+    )]
+    block_kv: NonZeroUsize,
+    /// With --backward: whether a query sees only the keys up to its own position; --causal=false
+    /// shows all keys
     #[arg(
         long,
         value_name = "true|false",
@@ -79,7 +95,9 @@ pub struct LedgerArgs {
 
 pub fn execute(args: LedgerArgs) -> Outcome<Report> {
     if args.backward {
-        let ledger = ledger::backward(&WORKED_ROWS, args.causal, args.block_q, args.block_kv)?;
+        let (block_q, block_kv) = (args.block_q.get(), args.block_kv.get());
+        let ledger =
+            ledger::backward(&WORKED_ROWS, args.causal, block_q, block_kv).map_err(Usage::new)?;
         return Ok(Report {
             text: backward_text(&ledger, &args)?,
             json: backward_json(&ledger, &args),
@@ -90,11 +108,12 @@ pub fn execute(args: LedgerArgs) -> Outcome<Report> {
     let positions = || (1..=scores.len()).map(|n| n as f64).collect();
     let values: Vec<f64> = args.values.unwrap_or_else(positions);
     let rows: Vec<[f64; 1]> = values.iter().map(|&v| [v]).collect();
-    let ledger = ledger::forward(&scores, &rows, args.block)?;
+    let block = args.block.get();
+    let ledger = ledger::forward(&scores, &rows, block).map_err(Usage::new)?;
     let largest_value = values.iter().fold(1.0, |size: f64, v| size.max(v.abs()));
     Ok(Report {
-        text: forward_text(&ledger, &values, args.block)?,
-        json: forward_json(&ledger, &values, args.block),
+        text: forward_text(&ledger, &values, block)?,
+        json: forward_json(&ledger, &values, block),
         failure: disagreement("the output", ledger.output_difference, largest_value)
             .or_else(|| disagreement("lse", ledger.lse_difference, ledger.lse.abs().max(1.0))),
     })

@@ -11,8 +11,9 @@ mod ledger;
 mod report;
 mod run;
 
-use clap::{Parser, Subcommand};
-use failure::{guard, keep_panics};
+use clap::error::ErrorKind as Misuse;
+use clap::{CommandFactory, Parser, Subcommand};
+use failure::{Usage, guard, keep_panics};
 use report::{Report, one_line};
 use std::error::Error;
 use std::io::{self, ErrorKind, Write};
@@ -45,20 +46,26 @@ enum Command {
     Ledger(ledger::LedgerArgs),
 }
 
+impl Command {
+    /// What the command line calls it.
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Devices(_) => "devices",
+            Self::Check(_) => "check",
+            Self::Run(_) => "run",
+            Self::Bench(_) => "bench",
+            Self::Ledger(_) => "ledger",
+        }
+    }
+}
+
 fn main() -> ExitCode {
     keep_panics();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(usage) => {
-            // Help, or what is wrong with the command line and a hint. A reader that closes the pipe
-            // early has seen enough.
-            let _ = usage.print();
-            return match usage.use_stderr() {
-                true => ExitCode::from(2),
-                false => ExitCode::SUCCESS,
-            };
-        }
+        Err(usage) => return explain(&usage),
     };
+    let name = cli.command.name();
     let outcome = guard(|| match cli.command {
         Command::Devices(args) => devices::execute(args),
         Command::Check(args) => check::execute(args),
@@ -69,10 +76,34 @@ fn main() -> ExitCode {
     let failure = match outcome.and_then(|report| print(report, cli.json)) {
         Ok(None) => return ExitCode::SUCCESS,
         Ok(Some(failure)) => failure,
-        Err(error) => error.to_string(),
+        Err(error) => match error.downcast_ref() {
+            Some(usage) => return explain(&misuse(name, usage)),
+            None => error.to_string(),
+        },
     };
     eprintln!("error: {}", one_line(&failure));
     ExitCode::FAILURE
+}
+
+/// Prints help, or what is wrong with the command line and a hint.
+fn explain(usage: &clap::Error) -> ExitCode {
+    // A reader that closes the pipe early has seen enough.
+    let _ = usage.print();
+    match usage.use_stderr() {
+        true => ExitCode::from(2),
+        false => ExitCode::SUCCESS,
+    }
+}
+
+/// What a subcommand has found wrong with its arguments, as the parser would say it.
+fn misuse(subcommand: &str, usage: &Usage) -> clap::Error {
+    let mut attn = Cli::command();
+    // Subcommands learn their full name, which the hint shows.
+    attn.build();
+    match attn.find_subcommand_mut(subcommand) {
+        Some(command) => command.error(Misuse::ValueValidation, usage),
+        None => attn.error(Misuse::ValueValidation, usage),
+    }
 }
 
 /// Prints a report and returns what failed in it, if anything.

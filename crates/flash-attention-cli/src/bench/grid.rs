@@ -340,6 +340,7 @@ pub mod tests {
             head_dims: vec![16],
             seqs: vec![64],
             causal: Some(variant.causal()),
+            ..Choice::default()
         };
         let points = Grid::Masks.points(&choice, Dtype::F32);
         let mut found = points.into_iter().filter(|point| point.variant == variant);
@@ -396,6 +397,7 @@ pub mod tests {
             head_dims: vec![128],
             seqs: vec![64, 1_024],
             causal: Some(true),
+            ..Choice::default()
         };
         let points = Grid::Paper.points(&choice, Dtype::F16);
         let chosen: Vec<_> = points.iter().map(|p| (p.batch, p.seq, p.heads)).collect();

@@ -49,7 +49,12 @@ impl Inputs {
         }
         let file = match SafeTensors::deserialize(bytes) {
             Ok(file) => file,
-            Err(error) => return Err(broken_tensor(bytes).unwrap_or(error.to_string()).into()),
+            Err(error) => {
+                let fault = broken_tensor(bytes);
+                return Err(fault
+                    .unwrap_or_else(|| format!("no safetensors file: {error}"))
+                    .into());
+            }
         };
         let optional = |name: &str| file.tensor(name).ok();
         let required = |name| optional(name).ok_or_else(|| missing(&file));
@@ -60,7 +65,8 @@ impl Inputs {
         let operands = Operands::new(operand(&query), operand(&key), operand(&value))
             .mask(mask.as_ref().map(operand))
             .bias(bias.as_ref().map(operand));
-        let problem = Problem::new(&operands, options).map_err(|error| {
+        let problem = Problem::new(&operands, options).map_err(|mut error| {
+            error.reasons.iter_mut().for_each(expect_bytes_too);
             let name = culprit(&error.reasons[0]);
             format!("{name}: {error}")
         })?;
@@ -213,6 +219,18 @@ fn operand(view: &TensorView) -> Operand {
         },
     };
     Operand::new(view.shape(), element)
+}
+
+/// Adds to what a mask may be the bytes that [`operand`] takes for booleans.
+fn expect_bytes_too(reason: &mut Reason) {
+    if let Reason::ElementType {
+        operand: "mask",
+        expected,
+        ..
+    } = reason
+    {
+        *expected = "bool or u8";
+    }
 }
 
 /// The tensor or flag that a reason is about.

@@ -4,7 +4,7 @@ use super::array::Array;
 use crate::Outcome;
 use safetensors::tensor::TensorView;
 use std::fs;
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use tempfile::Builder;
 
@@ -69,13 +69,22 @@ pub fn write(path: &Path, arrays: &[Array]) -> Outcome<()> {
     // A temporary file is private by default; the result should have the permissions of any new file.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    let named = |error: &dyn std::error::Error| format!("output {}: {error}", path.display());
+    let named = |error: &io::Error| format!("output {}: {}", path.display(), reason(error));
     let mut temporary = builder
         .tempfile_in(directory(&target))
         .map_err(|e| named(&e))?;
     temporary.write_all(&file).map_err(|e| named(&e))?;
     temporary.persist(&target).map_err(|e| named(&e.error))?;
     Ok(())
+}
+
+/// The system's text, without the name of a temporary file, which means nothing to the user.
+fn reason(error: &io::Error) -> String {
+    let text = error.to_string();
+    match text.split_once(" at path ") {
+        Some((reason, _)) => reason.to_string(),
+        None => text,
+    }
 }
 
 fn directory(path: &Path) -> PathBuf {

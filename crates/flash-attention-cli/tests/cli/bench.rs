@@ -126,25 +126,28 @@ fn bad_arguments_are_named_before_anything_is_measured() {
     wrong("--grid huge", "'huge' for '--grid <GRID>'");
     wrong("--pass sideways", "'sideways' for '--pass <P>'");
     wrong("--seq 0", "'0' for '--seq <N>'");
+    wrong("--seq 0", "expected a whole number of at least 1");
+    wrong("--head-dim 0", "expected a whole number of at least 1");
     wrong("--samples 0", "'0' for '--samples <N>'");
     wrong("--time-limit -1", "");
     wrong("--time-limit 0", "expected a positive number");
     wrong("--peak inf", "expected a positive number");
     wrong("--causal maybe", "'maybe' for '--causal <BOOL>'");
     wrong("--list --plot a.svg", "--plot");
+    wrong(
+        "--causal false",
+        "the small grid has no such point, and is the default of this device; --grid takes another",
+    );
+    wrong(
+        "--grid small --causal false",
+        "the small grid has no such point",
+    );
+    wrong("--grid small --seq 64 --head-dim 300", "head_dim 300");
+    wrong("--head-dim 512", "Usage: attn bench");
     let refused = |arguments: &str, says: &str| {
         let error = error(&format!("bench --device flex {arguments}"));
         assert!(error.contains(says), "{arguments}: {error}");
     };
-    refused(
-        "--causal false",
-        "the small grid has no such point, and is the default of this device; --grid takes another",
-    );
-    refused(
-        "--grid small --causal false",
-        "the small grid has no such point",
-    );
-    refused("--head-dim 512", "head_dim 512");
     refused("--csv no/such/folder.csv", "output no/such/folder.csv");
     refused("--plot no/such/folder.svg", "output no/such/folder.svg");
     refused("--peers no-such-file.csv", "peers no-such-file.csv");

@@ -1,6 +1,6 @@
 //! `attn check` on the default device, and what it says when there is nothing to check.
 
-use crate::attn::{error, json, usage};
+use crate::attn::{error, json, stdout, usage};
 
 #[test]
 #[cfg(feature = "flex")]
@@ -27,6 +27,25 @@ fn the_grid_passes_and_says_how_close_it_came() {
             "{output}: {closest}"
         );
     }
+}
+
+/// Catches a count of cases that were not run and nobody knows why.
+#[test]
+#[cfg(feature = "flex")]
+fn cases_that_are_left_out_are_explained() {
+    let undefined = json("check --device flex --dtype f32")["runs"][0]["undefined"].clone();
+    assert!(undefined.as_u64().unwrap() > 0);
+    let text = stdout("check --device flex --dtype f32");
+    let says = format!(
+        " cases passed; {undefined} left out, which are made for other element types only\n"
+    );
+    assert!(text.contains(&says), "{text}");
+    let help = stdout("check --help");
+    let words = help.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(
+        words.contains("the others leave them out, and say how many"),
+        "{help}"
+    );
 }
 
 #[test]

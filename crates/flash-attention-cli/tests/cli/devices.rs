@@ -1,5 +1,7 @@
 //! `attn devices` and the help texts.
 
+#[cfg(not(any(feature = "cuda", feature = "cuda-nvrtc")))]
+use crate::attn::error;
 use crate::attn::{json, stdout, usage};
 
 #[test]
@@ -29,6 +31,43 @@ fn backends_that_are_left_out_are_listed_as_features() {
     let absent = devices["not_compiled_in"].as_array().unwrap();
     assert!(absent.contains(&"metal".into()));
     assert!(stdout("devices").contains("Not compiled in, each a cargo feature:"));
+}
+
+/// Catches the slower of two features for the same device as the only one that is named.
+#[test]
+#[cfg(not(any(feature = "cuda", feature = "cuda-nvrtc")))]
+fn both_features_of_the_device_cuda_are_listed() {
+    let devices = json("devices");
+    let absent = devices["not_compiled_in"].as_array().unwrap();
+    for feature in ["cuda", "cuda-nvrtc"] {
+        assert!(absent.contains(&feature.into()), "{devices}");
+    }
+    let about = "cuda-nvrtc serves the device cuda too";
+    let text = stdout("devices");
+    assert!(text.contains("cuda, cuda-nvrtc, "), "{text}");
+    assert!(text.contains(about), "{text}");
+    for (device, says) in [
+        (
+            "cuda",
+            "is not compiled in, cargo feature `cuda` or `cuda-nvrtc` brings it",
+        ),
+        ("cuda-nvrtc", "is a cargo feature, whose device is cuda"),
+    ] {
+        let line = error(&format!("check --device {device}"));
+        assert!(line.contains(says) && line.contains(about), "{line}");
+    }
+}
+
+/// Catches a feature that brings a device and has it reported as left out.
+#[test]
+#[cfg(feature = "cuda-nvrtc")]
+fn the_device_of_cuda_nvrtc_is_compiled_in() {
+    let devices = json("devices");
+    let absent = devices["not_compiled_in"].as_array().unwrap();
+    for feature in ["cuda", "cuda-nvrtc"] {
+        assert!(!absent.contains(&feature.into()), "{devices}");
+    }
+    assert!(!stdout("devices").contains("serves the device cuda too"));
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! `attn ledger` on the worked examples, on other rows and on arguments that make no sense.
 
-use crate::attn::{error, json, stdout, usage};
+use crate::attn::{json, stdout, usage};
 use serde_json::Value;
 
 fn numbers(value: &Value) -> Vec<f64> {
@@ -147,22 +147,38 @@ fn a_result_that_is_lost_to_overflow_is_a_failure() {
     assert_eq!(error.lines().count(), 1);
 }
 
+/// Catches two options that are described alike, and those that are of no use alone.
 #[test]
-fn refusals_are_one_line_that_names_the_culprit() {
+fn help_tells_the_options_of_either_pass_apart() {
+    let help = stdout("ledger --help");
+    let words = help.split_whitespace().collect::<Vec<_>>().join(" ");
+    for says in [
+        "--block <N> Scores in a block",
+        "--block-q <N> With --backward: queries in a block",
+        "--block-kv <N> With --backward: keys in a block",
+        "With --backward: whether a query sees",
+        "which takes no --scores, --values, --block",
+    ] {
+        assert!(words.contains(says), "{says}: {help}");
+    }
+}
+
+#[test]
+fn refusals_are_usage_errors_that_name_the_culprit() {
+    const COUNT: &str = "expected a whole number of at least 1";
     for (arguments, names) in [
-        ("ledger --block 0", "block is 0"),
+        ("ledger --block 0", "'0' for '--block <N>'"),
+        ("ledger --block 0", COUNT),
+        ("ledger --block=-1", COUNT),
+        ("ledger --block two", COUNT),
         ("ledger --scores 1,nan", "scores[1] is NaN"),
-        ("ledger --scores 1,inf", "scores[1] is inf"),
-        ("ledger --scores 1,2 --values 1", "values has 1 entries"),
+        ("ledger --scores 1,2,inf", "scores[2] is inf"),
+        ("ledger --scores=-1,2 --values 1", "values has 1 entries"),
         ("ledger --values 1", "values has 1 entries"),
         ("ledger --values=1,2,3,4,5,inf", "values[5] is inf"),
-        ("ledger --backward --block-q 0", "block_q is 0"),
-        ("ledger --backward --block-kv 0", "block_kv is 0"),
-    ] {
-        let line = error(arguments);
-        assert!(line.contains(names), "attn {arguments}: {line}");
-    }
-    for (arguments, names) in [
+        ("ledger --values 1", "Usage: attn ledger"),
+        ("ledger --backward --block-q 0", "'0' for '--block-q <N>'"),
+        ("ledger --backward --block-kv 0", "'0' for '--block-kv <N>'"),
         ("ledger --scores 1,x", "--scores"),
         ("ledger --backward --block 3", "--block <N>"),
         ("ledger --block-q 3", "--backward"),

@@ -162,7 +162,7 @@ fn a_misshapen_or_mistyped_tensor_is_named() {
         (
             "mask",
             f32(&[1, 1, 1, 5]),
-            "tensor mask: mask has element type f32",
+            "tensor mask: mask has element type f32, expected bool or u8",
         ),
         (
             "mask",
@@ -349,9 +349,12 @@ fn a_broken_file_is_refused_and_its_tensor_named() {
         format!(r#"{{"k":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[0,{end}]}}}}"#)
     };
     for (bytes, says) in [
-        (vec![], "header too small"),
-        (b"no tensors here, only text".to_vec(), "header too large"),
-        (header("nonsense", 0), "invalid JSON"),
+        (vec![], "no safetensors file: header too small"),
+        (
+            b"no tensors here, only text".to_vec(),
+            "no safetensors file: header too large",
+        ),
+        (header("nonsense", 0), "no safetensors file: invalid JSON"),
         (
             whole[..whole.len() - 1].to_vec(),
             "tensor mask is broken: its bytes are 784..789 of 788",
@@ -469,6 +472,22 @@ fn paths_that_cannot_be_used_are_named() {
     assert!(run("in.safetensors", "./in.safetensors").contains("is the input file"));
     assert_eq!(names(directory.path()), ["in.safetensors"]);
     assert!(usage("run").contains("--input <FILE> --output <FILE>"));
+}
+
+/// Catches an error about a file that the user has never heard of.
+#[test]
+#[cfg(target_os = "linux")]
+fn an_output_that_cannot_be_made_is_named_as_given() {
+    let directory = directory_with(&good());
+    let path = directory.path().display();
+    let line = error(&format!(
+        "run --device reference --input {path}/in.safetensors --output /proc/o.safetensors"
+    ));
+    assert!(
+        line.starts_with("error: output /proc/o.safetensors: "),
+        "{line}"
+    );
+    assert!(!line.contains("/proc/."), "{line}");
 }
 
 /// Catches a link that is replaced by a file, or followed to where nothing was.
