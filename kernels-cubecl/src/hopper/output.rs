@@ -12,7 +12,7 @@ pub(crate) type Chunk = Vector<u32, Const<4>>;
 
 /// Writes 64 rows from `first_query` on, and their statistics.
 #[cube]
-#[allow(clippy::too_many_arguments)]
+#[allow(clippy::too_many_arguments, clippy::collapsible_if)]
 pub(crate) fn store_rows<O: Size>(
     acc: Vector<f32, O>,
     rows: &RowPair,

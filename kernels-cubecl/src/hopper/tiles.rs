@@ -29,6 +29,7 @@ pub(crate) struct Tile {
 
 /// The place in the list of the cube's tile `t`.
 #[cube]
+#[allow(clippy::manual_is_multiple_of)]
 fn place(t: u32) -> u32 {
     let first = t * CUBE_COUNT_X;
     let forwards = first + CUBE_POS_X;
