@@ -104,7 +104,7 @@ pub trait FlashAttentionOps: Backend {
     /// `[2, batch, heads, seq_q]` in `f32`: the row maximum, and the logarithm of the sum of
     /// `exp(score - maximum)`. Their sum is the row's `lse`; apart they keep probabilities exact to
     /// `f32` rounding however large the scores are. A row that sees nothing holds `0` and `-inf`.
-    /// Never recorded by autodiff.
+    /// The default body adds the reciprocal of that sum as a third. Never recorded by autodiff.
     #[fusion(meta = forward_specs)]
     fn attention_forward(
         query: FloatTensor<Self>,

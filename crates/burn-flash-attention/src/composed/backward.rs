@@ -5,8 +5,8 @@ use super::guard::{Guard, product};
 use super::tile::Tiles;
 use super::{Blocks, Operands, cut, reshape, slice};
 use crate::ops::OperandGradients;
+use burn::backend::Backend;
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, get_or_init_device_settings};
 use flash_attention_spec::{Problem, Wanted};
 use std::ops::Range;
 
@@ -75,7 +75,7 @@ struct RowTensors<B: Backend> {
     output: FloatTensor<B>,
     output_gradient: FloatTensor<B>,
     maximum: FloatTensor<B>,
-    logarithm: FloatTensor<B>,
+    reciprocal: FloatTensor<B>,
     lse_gradient: Option<FloatTensor<B>>,
 }
 
@@ -87,20 +87,15 @@ impl<B: Backend> RowTensors<B> {
             output: saved.output,
             output_gradient: saved.output_gradient,
             maximum: column(slice::<B>(saved.statistics.clone(), 0, 0..1)),
-            logarithm: column(slice::<B>(saved.statistics, 0, 1..2)),
+            reciprocal: column(slice::<B>(saved.statistics, 0, 2..3)),
             lse_gradient: saved.lse_gradient.map(column),
         }
     }
 
     fn block<'a>(&self, tiles: &Tiles<'_, B>, rows: &'a Range<usize>) -> RowBlock<'a, B> {
         let part = |tensor: &FloatTensor<B>| tiles.rows(tensor.clone(), rows);
-        let bool_dtype = get_or_init_device_settings::<B>(&tiles.device()).bool_dtype;
-        let logarithm = part(&self.logarithm);
-        let unseen = B::float_equal_elem(logarithm.clone(), f32::NEG_INFINITY.into(), bool_dtype);
-        // Rows that see nothing have exponentials of exp(-inf - 0) only; a reciprocal of 0 in
-        // place of infinity keeps their gradients 0.
-        let reciprocal = B::float_exp(B::float_neg(logarithm));
-        let reciprocal = B::float_mask_fill(reciprocal, unseen, 0f32.into());
+        // 0 where a row sees nothing: its gradients stay 0.
+        let reciprocal = part(&self.reciprocal);
         let gradient = part(&self.output_gradient);
         let delta = B::float_sum_dim(B::float_mul(part(&self.output), gradient.clone()), 3);
         let delta = match &self.lse_gradient {

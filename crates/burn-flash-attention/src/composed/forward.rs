@@ -8,8 +8,10 @@ use burn::backend::{Backend, TensorMetadata, get_or_init_device_settings};
 use burn::tensor::FloatDType;
 use flash_attention_spec::Problem;
 
-/// The output, and the row statistics `[2, batch, heads, seq_q]` in `f32`: the row maximum and the
-/// logarithm of the sum of `exp(score - maximum)`; `0` and `-inf` where a row sees nothing.
+/// The output, and the row statistics `[3, batch, heads, seq_q]` in `f32`: the row maximum, the logarithm of
+/// the sum of `exp(score - maximum)`, and the reciprocal of that sum; `0`, `-inf` and `0` where a row sees
+/// nothing. The reciprocal is kept because the rounding of a logarithm, which is not small beside 1, would be
+/// an error of the whole row in the gradients.
 pub(crate) fn forward<B: Backend>(
     operands: Operands<B>,
     problem: &Problem,
@@ -25,13 +27,13 @@ pub(super) fn forward_in_blocks<B: Backend>(
     let dtype = FloatDType::from(operands.query.dtype());
     let device = operands.query.device();
     if problem.output_shape().contains(&0) || problem.seq_kv == 0 {
-        let (output, maximum, logarithm) = unseen::<B>(problem, problem.seq_q, dtype, &device);
-        return (output, B::float_cat(vec![maximum, logarithm], 0));
+        let (output, statistics) = unseen::<B>(problem, problem.seq_q, dtype, &device);
+        return (output, B::float_cat(statistics.into(), 0));
     }
     let suspects = [operands.value.clone()];
     let headroom = (2.0 * problem.seq_kv as f64).ln() as f32;
     let mut tiles = Tiles::new(problem, operands, sizes, suspects);
-    let (mut outputs, mut maxima, mut logarithms) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut outputs, mut parts) = (Vec::new(), [Vec::new(), Vec::new(), Vec::new()]);
     for rows in cut(problem.seq_q, sizes.query) {
         let query = tiles.query(&rows);
         let mut running: Option<Running<B>> = None;
@@ -43,26 +45,27 @@ pub(super) fn forward_in_blocks<B: Backend>(
                 None => Running::first(tile, value, headroom),
             });
         }
-        let (output, maximum, logarithm) = match running {
+        let (output, statistics) = match running {
             Some(running) => running.finish(&tiles, problem, dtype),
             None => unseen::<B>(problem, rows.len(), dtype, &device),
         };
         outputs.push(output);
-        maxima.push(maximum);
-        logarithms.push(logarithm);
+        for (parts, part) in parts.iter_mut().zip(statistics) {
+            parts.push(part);
+        }
     }
-    let statistics = vec![B::float_cat(maxima, 3), B::float_cat(logarithms, 3)];
-    (B::float_cat(outputs, 2), B::float_cat(statistics, 0))
+    let statistics = parts.map(|parts| B::float_cat(parts, 3));
+    (B::float_cat(outputs, 2), B::float_cat(statistics.into(), 0))
 }
 
-/// Output `[batch, heads, rows, value_dim]` and statistics `[1, batch, heads, rows]` of rows that
+/// Output `[batch, heads, rows, value_dim]` and the three statistics `[1, batch, heads, rows]` of rows that
 /// see nothing.
 fn unseen<B: Backend>(
     problem: &Problem,
     rows: usize,
     dtype: FloatDType,
     device: &Device<B>,
-) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
+) -> (FloatTensor<B>, [FloatTensor<B>; 3]) {
     let Problem {
         batch,
         heads,
@@ -78,7 +81,7 @@ fn unseen<B: Backend>(
         )
     };
     let output = B::float_zeros([batch, heads, rows, value_dim].into(), device, dtype);
-    (output, row(0.0), row(f32::NEG_INFINITY))
+    (output, [row(0.0), row(f32::NEG_INFINITY), row(0.0)])
 }
 
 /// Rows `[batch, kv_heads, group * rows, 1 or value_dim]` part of the way through the keys.
@@ -132,7 +135,7 @@ impl<B: Backend> Running<B> {
         tiles: &Tiles<'_, B>,
         problem: &Problem,
         dtype: FloatDType,
-    ) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
+    ) -> (FloatTensor<B>, [FloatTensor<B>; 3]) {
         let Problem { batch, heads, .. } = *problem;
         let rows = self.maximum.shape().num_elements() / (batch * heads);
         let row = |tensor| reshape::<B, 4>(tensor, [1, batch, heads, rows]);
@@ -142,14 +145,15 @@ impl<B: Backend> Running<B> {
         // What the level is above the maximum in fact, which is not the headroom where scores are
         // large. Without a maximum it does not matter: -inf is the logarithm.
         let above = B::float_sub(self.level, self.maximum.clone());
-        let logarithm = B::float_add(B::float_log(self.denominator.clone()), above);
+        let logarithm = B::float_add(B::float_log(self.denominator.clone()), above.clone());
         let maximum = B::float_mask_fill(self.maximum, unseen.clone(), 0f32.into());
-        let divisor = B::float_mask_fill(self.denominator, unseen, 1f32.into());
-        let output = B::float_div(self.accumulator, divisor);
+        let divisor = B::float_mask_fill(self.denominator, unseen.clone(), 1f32.into());
+        let output = B::float_div(self.accumulator, divisor.clone());
+        let reciprocal = B::float_div(B::float_exp(B::float_neg(above)), divisor);
+        let reciprocal = B::float_mask_fill(reciprocal, unseen, 0f32.into());
         (
             cast::<B>(tiles.heads(output), dtype),
-            row(maximum),
-            row(logarithm),
+            [maximum, logarithm, reciprocal].map(row),
         )
     }
 }

@@ -7,7 +7,7 @@
 //!                   m' = max(m, rowmax S); E = exp(S - m' - c); a = exp(m - m')
 //!                   l = a l + rowsum E; acc = a acc + E V
 //!               o = acc / l, c = ln(2 seq_kv)
-//!     backward  r = 1 / l, G' = r G, D' = r (rowsum(G * o) - dlse)
+//!     backward  G' = r G, D' = r (rowsum(G * o) - dlse), with r = exp(-c) / l from forward
 //!               for each block of keys that one of the rows sees
 //!                   S again, from the same operands in the same order; E = exp(S - m)
 //!                   dS = E * (G' V^T - D')
