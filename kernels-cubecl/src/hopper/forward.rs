@@ -206,12 +206,12 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
                         row_descriptor(key_address + stage * comptime!((key_stage * 2) as u32)),
                         comptime!(score_body.clone()),
                     );
-                    if speaks {
-                        barrier_arrive(free_address + (first_key + stage) * 8);
-                        if block == tile.first_block {
-                            barrier_arrive(free_address + own * 8);
-                        }
-                    }
+                    done_with_scores(
+                        speaks,
+                        free_address + (first_key + stage) * 8,
+                        free_address + own * 8,
+                        block == tile.first_block,
+                    );
                     let edge = comptime!(mask.is_some() || bias.is_some() || blueprint.capped)
                         || block < all_first
                         || block >= all_end;
@@ -253,12 +253,12 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
                         );
                     }
                 } else {
-                    if speaks {
-                        barrier_arrive(free_address + (first_key + stage) * 8);
-                        if block == tile.first_block {
-                            barrier_arrive(free_address + own * 8);
-                        }
-                    }
+                    done_with_scores(
+                        speaks,
+                        free_address + (first_key + stage) * 8,
+                        free_address + own * 8,
+                        block == tile.first_block,
+                    );
                     barrier_wait(full_address + (first_value + stage) * 8, phase);
                 }
                 if way < 2 {
@@ -305,6 +305,17 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
                 blueprint,
             );
             t += 1;
+        }
+    }
+}
+
+/// The plane is done with a block of keys and, at a tile's `last`, with its queries.
+#[cube]
+fn done_with_scores(speaks: bool, keys: u32, queries: u32, last: bool) {
+    if speaks {
+        barrier_arrive(keys);
+        if last {
+            barrier_arrive(queries);
         }
     }
 }
