@@ -25,6 +25,7 @@ fn nvidia(name: &str, capability: u32, shared_memory: usize) -> Device {
         copy_async: true,
         cuda_capability: Some(capability),
         tensor_copies: capability >= 90,
+        left_out: Vec::new(),
     }
 }
 

@@ -4,7 +4,8 @@
 use super::apart::in_parts;
 use super::fragment::{Instructions, chunks, pitch};
 use super::stage::Staging;
-use crate::device::Device;
+use crate::device::{Device, WITHOUT};
+use crate::plan::MMA;
 use flash_attention_spec::{Dtype, Problem};
 use thiserror::Error;
 
@@ -76,6 +77,9 @@ impl Blueprint {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Decline {
+    /// The environment asks for other families.
+    #[error("left out by {WITHOUT}")]
+    LeftOut,
     /// `f32` operands are split in assembly text, which the device's compiler does not take.
     #[error("device {device} is compiled for by {given}, f32 operands need assembly text")]
     Compiler {
@@ -135,6 +139,9 @@ const LONGEST_F32: usize = 1 << 17;
 /// # Errors
 /// [`Decline`] names what the device or the problem lacks.
 pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
+    if device.left_out.contains(&MMA) {
+        return Err(Decline::LeftOut);
+    }
     let name = || device.hardware.clone();
     // The parts of `f32` are of the type that its halves pass for.
     let element = staged_as(problem.dtype);
