@@ -50,14 +50,21 @@ mod gradient;
 mod hidden;
 mod key_value_gradient;
 mod launch;
+mod launch_one_pass;
 #[cfg(feature = "machine-code")]
 mod machine_code;
+mod one_pass;
+mod one_pass_blueprint;
 mod query_gradient;
+mod query_sums;
 mod softmax;
 mod split;
 mod stage;
+mod turns;
+mod weights;
 
 pub use blueprint::{Blocks, Blueprint, Decline, forward_variants, plan};
+pub use one_pass_blueprint::OnePass;
 pub use launch::{attention_backward, attention_forward};
 #[cfg(feature = "machine-code")]
 pub(crate) use machine_code::specimens;
