@@ -189,7 +189,7 @@ fn load_pair<E: Float, N: Size>(
 /// Whether an element has all exponent bits set. `exponent` holds those bits for both halves of a
 /// word, or for a word that is one number.
 #[cube]
-pub(crate) fn has_non_finite<E: Float>(chunk: Chunk<E>, #[comptime] exponent: u32) -> bool {
+fn has_non_finite<E: Float>(chunk: Chunk<E>, #[comptime] exponent: u32) -> bool {
     let words = Vector::<u32, Const<4>>::reinterpret(chunk);
     let low = comptime!(exponent & 0xFFFF);
     let high = comptime!(exponent & 0xFFFF_0000);

@@ -55,6 +55,7 @@ mod launch_one_pass;
 mod machine_code;
 mod one_pass;
 mod one_pass_blueprint;
+mod one_pass_step;
 mod query_gradient;
 mod query_sums;
 mod softmax;

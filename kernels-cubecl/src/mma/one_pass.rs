@@ -26,27 +26,18 @@
 
 use super::blueprint::Config;
 use super::forward::store_rows;
-use super::fragment::{
-    Chunk, Registers, along_columns, along_rows, along_sums, as_weights, by_value,
-    dot_products, further, load_block, zeros,
+use super::fragment::{Accumulator, Chunk, as_weights, by_value, further, zeros};
+use super::gradient::{load_statistics, scale_all, store_statistics};
+use super::one_pass_blueprint::OnePass;
+use super::one_pass_step::{
+    ROW_TILES, Step, add_other_parts, add_own_part, query_tile, tiles, work,
 };
-use super::gradient::{
-    Block, keep_dots, load_statistics, rebuild_probabilities, scale_all, score_gradients,
-    store_statistics,
-};
-use super::one_pass_blueprint::{KEYS, OnePass};
 use super::query_sums::add_to_sums;
-use super::softmax::Position;
 use super::stage::{await_copies, issue, land, rows_of, stage_first};
 use super::turns::{fence, pass_turn, turn_at, wait_turn};
-use super::weights::{
-    Steps, add_columns, add_row_by_row, along_weights, finds_non_finite, store_weights,
-};
+use super::weights::{along_weights, finds_non_finite, store_weights};
 use crate::schedule::{Geometry, queries_of_block, wholly_visible};
 use cubecl::prelude::*;
-
-/// Tiles of a warp's keys.
-const ROW_TILES: usize = KEYS / 16;
 
 /// Writes the gradients of key and value, packed, and adds to the sums of the query's.
 ///
@@ -75,22 +66,17 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     #[define(B)] _bias_element: ElemType,
     #[define(M)] _mask_element: ElemType,
 ) {
-    let sides = one_pass.sides;
     let stages = one_pass.stages;
-    let wide = one_pass.wide;
     let block_kv = comptime!(one_pass.owned());
     let block_q = one_pass.walked;
-    let part = comptime!(one_pass.part());
-    let key_pitch = comptime!(config.pitch(config.head_dim));
-    let value_pitch = comptime!(config.pitch(config.value_dim));
-    let weight_pitch = comptime!(config.pitch(block_q));
-    let key_columns = comptime!(config.head_dim / sides / 8);
-    let value_columns = comptime!(config.value_dim / sides / 8);
+    let key_columns = comptime!(config.head_dim / one_pass.sides / 8);
+    let value_columns = comptime!(config.value_dim / one_pass.sides / 8);
+    let query_slot = comptime!(block_q * config.pitch(config.head_dim));
+    let gradient_slot = comptime!(block_q * config.pitch(config.value_dim));
+    // Tiles of a warp's part of the query gradient.
     let (query_row_tiles, query_features) = comptime!(one_pass.query_tile(config.head_dim));
-    let query_columns = comptime!(query_features / 8);
-    let query_slot = comptime!(block_q * key_pitch);
-    let gradient_slot = comptime!(block_q * value_pitch);
-    let instructions = comptime!(config.instructions());
+    let tile_columns = comptime!(query_row_tiles * query_features / 8);
+    let always = comptime!(mask.is_some() || bias.is_some());
     let ordered = comptime!(one_pass.ordered());
     // One unit's fences are assembly text.
     let fenced = comptime!(ordered && config.assembly);
@@ -130,25 +116,8 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     let key_rows = rows_of(key, batch, kv_head, geometry.seq_kv);
     let value_rows = rows_of(value, batch, kv_head, geometry.seq_kv);
 
-    let mut keys =
-        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * key_pitch), 16usize);
-    let mut values =
-        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * value_pitch), 16usize);
-    let mut queries =
-        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(stages * query_slot), 16usize);
-    let mut gradients =
-        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(stages * gradient_slot), 16usize);
-    let mut score_weights =
-        Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_kv * weight_pitch), 16usize);
-    let mut value_weights = Shared::<[Chunk<E>]>::new_aligned_slice(
-        comptime!(if one_pass.shares_probabilities() {
-            block_kv * weight_pitch
-        } else {
-            1
-        }),
-        16usize,
-    );
-    let mut statistics = Shared::<[f32]>::new_slice(comptime!(stages * 3 * block_q));
+    let mut tiles = tiles::<E>(one_pass, config);
+    let work = work(&tiles, one_pass, config);
 
     let key_staging = comptime!(config.staging(block_kv, config.head_dim));
     let value_staging = comptime!(config.staging(block_kv, config.value_dim));
@@ -160,48 +129,6 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     let mut pending_query = Array::<Chunk<E>>::new(comptime!(query_staging.pending()));
     let mut pending_gradient = Array::<Chunk<E>>::new(comptime!(gradient_staging.pending()));
     let mut pending_statistics = Array::<f32>::new(3usize);
-
-    // The warp's keys, its part of the queries and of the features.
-    let warp = UNIT_POS as usize / 32;
-    let warp_row = warp / sides * KEYS;
-    let side = warp % sides;
-    let own_query = side * part;
-    let key_chunk = side * key_columns;
-    let value_chunk = side * value_columns;
-    let key_place = along_rows(&keys, warp_row, key_pitch, instructions);
-    let value_place = along_rows(&values, warp_row, value_pitch, instructions);
-    let query_place = further(
-        along_columns(&queries, key_pitch, instructions),
-        own_query * key_pitch,
-    );
-    let gradient_place = further(
-        along_columns(&gradients, value_pitch, instructions),
-        own_query * value_pitch,
-    );
-    let query_sum_place = further(along_sums(&queries, key_pitch, instructions), key_chunk);
-    let gradient_sum_place = further(
-        along_sums(&gradients, value_pitch, instructions),
-        value_chunk,
-    );
-    let score_store = further(
-        along_weights(&score_weights, warp_row, weight_pitch, wide, instructions),
-        own_query / 8,
-    );
-    let value_store = further(
-        along_weights(&value_weights, warp_row, weight_pitch, wide, instructions),
-        own_query / 8,
-    );
-    let score_place = along_rows(&score_weights, warp_row, weight_pitch, instructions);
-    let probability_place = along_rows(&value_weights, warp_row, weight_pitch, instructions);
-    // The warp's tile of the query gradient.
-    let warp_columns = comptime!(config.head_dim / query_features);
-    let tile_query = warp / warp_columns * comptime!(16 * query_row_tiles);
-    let tile_chunk = warp % warp_columns * query_columns;
-    let tile_score_place = further(
-        along_columns(&score_weights, weight_pitch, instructions),
-        tile_query / 8,
-    );
-    let tile_key_place = further(along_sums(&keys, key_pitch, instructions), tile_chunk);
 
     // The blocks of queries that see some key of the block through the band, in every head of the group.
     let visible = queries_of_block(&geometry, first_kv, block_kv);
@@ -217,7 +144,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         key,
         key_rows,
         first_kv,
-        &mut keys,
+        &mut tiles.keys,
         &mut pending_query,
         key_staging,
     );
@@ -225,7 +152,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         value,
         value_rows,
         first_kv,
-        &mut values,
+        &mut tiles.values,
         &mut pending_query,
         value_staging,
     );
@@ -237,7 +164,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             query,
             rows_of(query, batch, head, geometry.seq_q),
             first_query,
-            &mut queries,
+            &mut tiles.queries,
             &mut pending_query,
             query_staging,
         );
@@ -245,7 +172,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             output_gradient,
             rows_of(output_gradient, batch, head, geometry.seq_q),
             first_query,
-            &mut gradients,
+            &mut tiles.gradients,
             &mut pending_gradient,
             gradient_staging,
         );
@@ -259,12 +186,12 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             config,
         );
         if own < block_q {
-            store_statistics(&pending_statistics, &mut statistics, 0usize, own, block_q);
+            store_statistics(&pending_statistics, &mut tiles.statistics, 0usize, own, block_q);
         }
     }
     await_copies(key_staging);
     sync_cube();
-    if finds_non_finite(&keys, 0usize, config.exponent(), key_staging) {
+    if finds_non_finite(&tiles.keys, 0usize, config.exponent(), key_staging) {
         notes[1] = 1u32;
     }
 
@@ -294,7 +221,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                     query,
                     rows_of(query, batch, next_head, geometry.seq_q),
                     next_query,
-                    &mut queries,
+                    &mut tiles.queries,
                     other * query_slot,
                     &mut pending_query,
                     query_staging,
@@ -303,7 +230,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                     output_gradient,
                     rows_of(output_gradient, batch, next_head, geometry.seq_q),
                     next_query,
-                    &mut gradients,
+                    &mut tiles.gradients,
                     other * gradient_slot,
                     &mut pending_gradient,
                     gradient_staging,
@@ -319,13 +246,13 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                 config,
             );
         }
-        let edge = comptime!(mask.is_some() || bias.is_some())
+        let edge = always
             || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
         let mut careful = false;
         if edge {
             let exponent = comptime!(config.exponent());
-            let found = finds_non_finite(&queries, at_query, exponent, query_staging)
-                || finds_non_finite(&gradients, at_gradient, exponent, gradient_staging);
+            let found = finds_non_finite(&tiles.queries, at_query, exponent, query_staging)
+                || finds_non_finite(&tiles.gradients, at_gradient, exponent, gradient_staging);
             if found {
                 notes[2 + step % 2] = 1u32;
             }
@@ -333,172 +260,44 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             careful = notes[1] != 0 || notes[2 + step % 2] != 0;
         }
 
-        #[unroll]
-        for c in 0..comptime!(part / one_pass.chunk()) {
-            let chunk = comptime!(one_pass.chunk());
-            let first = comptime!(c * chunk);
-            let column_tiles = comptime!(chunk / 8);
-            let block_of_scores = comptime!(Block {
-                row_tiles: ROW_TILES,
-                column_tiles,
-                transposed: true,
-                staged: block_q,
-            });
-            let row = own_query + first;
-            let at_row = at_statistics + row;
-            let mut probabilities = dot_products::<E>(
-                &keys,
-                key_place,
-                &queries,
-                further(query_place, at_query + comptime!(first * key_pitch)),
-                ROW_TILES,
-                column_tiles,
-                config.head_dim,
-                instructions,
-            );
-            let dots = keep_dots(&probabilities, comptime!(ROW_TILES * column_tiles), config);
-            let position = Position {
-                batch,
-                head,
-                first_query: first_query + row as i32,
-                first_kv: first_kv + warp_row as i32,
-            };
-            rebuild_probabilities::<B, M>(
-                &mut probabilities,
-                &statistics,
-                at_row,
-                position,
+        let current = Step {
+            batch,
+            head,
+            first_query,
+            first_kv,
+            at_query,
+            at_gradient,
+            at_statistics,
+            careful,
+        };
+        if edge {
+            add_own_part::<E, B, M>(
+                &mut tiles,
+                &mut key_sums,
+                &mut value_sums,
+                work,
+                current,
                 &mask,
                 &bias,
                 &geometry,
-                edge,
-                block_of_scores,
+                true,
+                one_pass,
                 config,
             );
-            let weights =
-                as_weights::<E>(&probabilities, ROW_TILES, column_tiles, instructions);
-            if comptime!(one_pass.shares_probabilities()) {
-                store_weights(
-                    &mut value_weights,
-                    further(value_store, comptime!(first / 8)),
-                    &weights,
-                    ROW_TILES,
-                    column_tiles,
-                    weight_pitch,
-                    wide,
-                    instructions,
-                );
-            }
-            if careful {
-                // Where nobody else needs them they stand in the place of their gradients for a while.
-                if comptime!(!one_pass.shares_probabilities()) {
-                    store_weights(
-                        &mut score_weights,
-                        further(score_store, comptime!(first / 8)),
-                        &weights,
-                        ROW_TILES,
-                        column_tiles,
-                        weight_pitch,
-                        wide,
-                        instructions,
-                    );
-                }
-                sync_plane();
-                let lent = if comptime!(one_pass.shares_probabilities()) {
-                    &value_weights
-                } else {
-                    &score_weights
-                };
-                add_row_by_row(
-                    &mut value_sums,
-                    lent,
-                    key_weight(warp_row, row, weight_pitch),
-                    &gradients,
-                    at_gradient + row * value_pitch + value_chunk,
-                    comptime!(by_key(weight_pitch)),
-                    chunk,
-                    config.value_dim,
-                    ROW_TILES,
-                    value_columns,
-                );
-                sync_plane();
-            } else {
-                #[unroll]
-                for k in 0..comptime!(column_tiles / 2) {
-                    add_columns::<E>(
-                        &mut value_sums,
-                        &fragments(&weights, k, comptime!(column_tiles / 2)),
-                        &gradients,
-                        further(gradient_sum_place, at_gradient + row * value_pitch),
-                        comptime!(16 * k * value_pitch),
-                        ROW_TILES,
-                        value_columns,
-                        instructions,
-                    );
-                }
-            }
-            let mut score_gradient = dot_products::<E>(
-                &values,
-                value_place,
-                &gradients,
-                further(gradient_place, at_gradient + comptime!(first * value_pitch)),
-                ROW_TILES,
-                column_tiles,
-                config.value_dim,
-                instructions,
-            );
-            score_gradients(
-                &mut score_gradient,
-                &probabilities,
-                &dots,
-                &statistics,
-                at_row,
+        } else if comptime!(!always) {
+            add_own_part::<E, B, M>(
+                &mut tiles,
+                &mut key_sums,
+                &mut value_sums,
+                work,
+                current,
+                &mask,
+                &bias,
                 &geometry,
-                edge,
-                block_of_scores,
+                false,
+                one_pass,
                 config,
             );
-            let weights =
-                as_weights::<E>(&score_gradient, ROW_TILES, column_tiles, instructions);
-            store_weights(
-                &mut score_weights,
-                further(score_store, comptime!(first / 8)),
-                &weights,
-                ROW_TILES,
-                column_tiles,
-                weight_pitch,
-                wide,
-                instructions,
-            );
-            if careful {
-                sync_plane();
-                add_row_by_row(
-                    &mut key_sums,
-                    &score_weights,
-                    key_weight(warp_row, row, weight_pitch),
-                    &queries,
-                    at_query + row * key_pitch + key_chunk,
-                    comptime!(by_key(weight_pitch)),
-                    chunk,
-                    config.head_dim,
-                    ROW_TILES,
-                    key_columns,
-                );
-            } else {
-                #[unroll]
-                for k in 0..comptime!(column_tiles / 2) {
-                    add_columns::<E>(
-                        &mut key_sums,
-                        &fragments(&weights, k, comptime!(column_tiles / 2)),
-                        &queries,
-                        further(query_sum_place, at_query + row * key_pitch),
-                        comptime!(16 * k * key_pitch),
-                        ROW_TILES,
-                        key_columns,
-                        instructions,
-                    );
-                }
-            }
         }
 
         if comptime!(ordered) {
@@ -534,7 +333,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                     query,
                     rows_of(query, batch, next_head, geometry.seq_q),
                     next_query,
-                    &mut queries,
+                    &mut tiles.queries,
                     other * query_slot,
                     &mut pending_query,
                     query_staging,
@@ -543,7 +342,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                     output_gradient,
                     rows_of(output_gradient, batch, next_head, geometry.seq_q),
                     next_query,
-                    &mut gradients,
+                    &mut tiles.gradients,
                     other * gradient_slot,
                     &mut pending_gradient,
                     gradient_staging,
@@ -551,136 +350,22 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             }
         }
 
-        #[unroll]
-        for n in 1..sides {
-            let row = (side + n) % sides * part;
-            if careful {
-                add_row_by_row(
-                    &mut value_sums,
-                    &value_weights,
-                    key_weight(warp_row, row, weight_pitch),
-                    &gradients,
-                    at_gradient + row * value_pitch + value_chunk,
-                    comptime!(by_key(weight_pitch)),
-                    part,
-                    config.value_dim,
-                    ROW_TILES,
-                    value_columns,
-                );
-                add_row_by_row(
-                    &mut key_sums,
-                    &score_weights,
-                    key_weight(warp_row, row, weight_pitch),
-                    &queries,
-                    at_query + row * key_pitch + key_chunk,
-                    comptime!(by_key(weight_pitch)),
-                    part,
-                    config.head_dim,
-                    ROW_TILES,
-                    key_columns,
-                );
-            } else {
-                #[unroll]
-                for k in 0..comptime!(part / 16) {
-                    let mut rows = Sequence::<Registers>::new();
-                    #[unroll]
-                    for r in 0..ROW_TILES {
-                        rows.push(load_block(
-                            &value_weights,
-                            further(probability_place, row / 8),
-                            comptime!(16 * r * weight_pitch + 2 * k),
-                            false,
-                            instructions,
-                        ));
-                    }
-                    add_columns::<E>(
-                        &mut value_sums,
-                        &rows,
-                        &gradients,
-                        further(gradient_sum_place, at_gradient + row * value_pitch),
-                        comptime!(16 * k * value_pitch),
-                        ROW_TILES,
-                        value_columns,
-                        instructions,
-                    );
-                }
-                #[unroll]
-                for k in 0..comptime!(part / 16) {
-                    let mut rows = Sequence::<Registers>::new();
-                    #[unroll]
-                    for r in 0..ROW_TILES {
-                        rows.push(load_block(
-                            &score_weights,
-                            further(score_place, row / 8),
-                            comptime!(16 * r * weight_pitch + 2 * k),
-                            false,
-                            instructions,
-                        ));
-                    }
-                    add_columns::<E>(
-                        &mut key_sums,
-                        &rows,
-                        &queries,
-                        further(query_sum_place, at_query + row * key_pitch),
-                        comptime!(16 * k * key_pitch),
-                        ROW_TILES,
-                        key_columns,
-                        instructions,
-                    );
-                }
-            }
-        }
-
-        let mut tile = zeros(comptime!(query_row_tiles * query_columns));
-        if careful {
-            add_row_by_row(
-                &mut tile,
-                &score_weights,
-                tile_query + UNIT_POS_PLANE as usize / 4,
-                &keys,
-                tile_chunk,
-                comptime!(Steps {
-                    row: 1,
-                    summed: 8 * weight_pitch
-                }),
-                block_kv,
-                config.head_dim,
-                query_row_tiles,
-                query_columns,
-            );
-        } else {
-            #[unroll]
-            for k in 0..comptime!(block_kv / 16) {
-                let mut rows = Sequence::<Registers>::new();
-                #[unroll]
-                for r in 0..query_row_tiles {
-                    rows.push(load_block(
-                        &score_weights,
-                        tile_score_place,
-                        comptime!(16 * k * weight_pitch + 2 * r),
-                        true,
-                        instructions,
-                    ));
-                }
-                add_columns::<E>(
-                    &mut tile,
-                    &rows,
-                    &keys,
-                    tile_key_place,
-                    comptime!(16 * k * key_pitch),
-                    query_row_tiles,
-                    query_columns,
-                    instructions,
-                );
-            }
-        }
+        add_other_parts(
+            &tiles,
+            &mut key_sums,
+            &mut value_sums,
+            work,
+            current,
+            one_pass,
+            config,
+        );
+        let tile = query_tile(&tiles, work, current, one_pass, config);
         add_to_sums(
             query_sums,
-            counter * comptime!(block_q * config.head_dim)
-                + warp * comptime!(16 * query_row_tiles * query_features),
+            (counter * one_pass.warps + UNIT_POS as usize / 32) * comptime!(tile_columns * 128),
             &tile,
-            comptime!(query_row_tiles * query_columns),
-            wide,
+            tile_columns,
+            one_pass.wide,
             config.assembly,
         );
 
@@ -694,7 +379,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                     query,
                     rows_of(query, batch, next_head, geometry.seq_q),
                     next_query,
-                    &mut queries,
+                    &mut tiles.queries,
                     0usize,
                     &mut pending_query,
                     query_staging,
@@ -703,7 +388,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                     output_gradient,
                     rows_of(output_gradient, batch, next_head, geometry.seq_q),
                     next_query,
-                    &mut gradients,
+                    &mut tiles.gradients,
                     0usize,
                     &mut pending_gradient,
                     gradient_staging,
@@ -713,7 +398,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                 query,
                 rows_of(query, batch, next_head, geometry.seq_q),
                 next_query,
-                &mut queries,
+                &mut tiles.queries,
                 other * query_slot,
                 &pending_query,
                 query_staging,
@@ -722,7 +407,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                 output_gradient,
                 rows_of(output_gradient, batch, next_head, geometry.seq_q),
                 next_query,
-                &mut gradients,
+                &mut tiles.gradients,
                 other * gradient_slot,
                 &pending_gradient,
                 gradient_staging,
@@ -730,7 +415,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             if own < block_q {
                 store_statistics(
                     &pending_statistics,
-                    &mut statistics,
+                    &mut tiles.statistics,
                     other * comptime!(3 * block_q),
                     own,
                     block_q,
@@ -764,32 +449,12 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         geometry.scale,
         comptime!(ROW_TILES * key_columns),
     );
-    let place = along_weights(&keys, warp_row, key_pitch, wide, instructions);
-    store_weights(
-        &mut keys,
-        further(place, key_chunk),
-        &as_weights::<E>(&key_sums, ROW_TILES, key_columns, instructions),
-        ROW_TILES,
-        key_columns,
-        key_pitch,
-        wide,
-        instructions,
-    );
-    let place = along_weights(&values, warp_row, value_pitch, wide, instructions);
-    store_weights(
-        &mut values,
-        further(place, value_chunk),
-        &as_weights::<E>(&value_sums, ROW_TILES, value_columns, instructions),
-        ROW_TILES,
-        value_columns,
-        value_pitch,
-        wide,
-        instructions,
-    );
+    share_sums(&mut tiles.keys, &key_sums, work.row, config.head_dim, one_pass, config);
+    share_sums(&mut tiles.values, &value_sums, work.row, config.value_dim, one_pass, config);
     sync_cube();
     let first_row = batch_head * geometry.seq_kv as usize;
     store_rows::<E, N>(
-        &keys,
+        &tiles.keys,
         key_gradient,
         first_row,
         first_kv,
@@ -799,7 +464,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         config,
     );
     store_rows::<E, N>(
-        &values,
+        &tiles.values,
         value_gradient,
         first_row,
         first_kv,
@@ -810,31 +475,28 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     );
 }
 
-/// How far apart weights lie where sums have keys along their rows.
-const fn by_key(weight_pitch: usize) -> Steps {
-    Steps {
-        row: 8 * weight_pitch,
-        summed: 1,
-    }
-}
-
-/// The element of the lane's first row among a warp's weights, of query `row`.
+/// Writes a warp's sums, of its part of `dim` features, to a shared tile.
 #[cube]
-fn key_weight(warp_row: usize, row: usize, #[comptime] weight_pitch: usize) -> usize {
-    (warp_row + UNIT_POS_PLANE as usize / 4) * comptime!(8 * weight_pitch) + row
-}
-
-/// The fragments of 16 weights of each row.
-#[cube]
-fn fragments(
-    weights: &Sequence<Registers>,
-    #[comptime] k: usize,
-    #[comptime] columns: usize,
-) -> Sequence<Registers> {
-    let mut rows = Sequence::<Registers>::new();
-    #[unroll]
-    for r in 0..ROW_TILES {
-        rows.push(*weights.index(comptime!(r * columns + k)));
-    }
-    rows
+fn share_sums<E: Float>(
+    tile: &mut Shared<[Chunk<E>]>,
+    sums: &Sequence<Accumulator>,
+    row: usize,
+    #[comptime] dim: usize,
+    #[comptime] one_pass: OnePass,
+    #[comptime] config: Config,
+) {
+    let instructions = comptime!(config.instructions());
+    let columns = comptime!(dim / one_pass.sides / 8);
+    let side = UNIT_POS as usize / 32 % one_pass.sides;
+    let place = along_weights(&*tile, row, config.pitch(dim), one_pass.wide, instructions);
+    store_weights(
+        tile,
+        further(place, side * columns),
+        &as_weights::<E>(sums, ROW_TILES, columns, instructions),
+        ROW_TILES,
+        columns,
+        config.pitch(dim),
+        one_pass.wide,
+        instructions,
+    );
 }

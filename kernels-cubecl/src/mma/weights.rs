@@ -5,7 +5,6 @@ use super::fragment::{
     Accumulator, Chunk, Instructions, Pair, Place, Registers, along_rows, by_value, chunks,
     multiply_block, load_block, pitch, place,
 };
-use super::hidden::has_non_finite;
 use super::stage::Staging;
 use cubecl::prelude::*;
 
@@ -182,10 +181,20 @@ pub(crate) fn finds_non_finite<E: Float>(
     #[comptime] staging: Staging,
 ) -> bool {
     let width = comptime!(chunks(staging.dim));
-    let mut found = false;
-    for index in range_stepped(UNIT_POS as usize, staging.chunks(), staging.units) {
-        let at = slot + index / width * comptime!(pitch(staging.dim)) + index % width;
-        found = found || has_non_finite(tile[at], exponent);
+    // Exponent bits that are all set carry into the bit above them, which is the sign's and was cleared.
+    let carry = comptime!(0x8000_8000 - exponent);
+    let mut carried = 0u32;
+    #[unroll]
+    for n in 0..comptime!(staging.steps()) {
+        let index = n * staging.units + UNIT_POS as usize;
+        if comptime!((n + 1) * staging.units <= staging.chunks()) || index < staging.chunks() {
+            let at = slot + index / width * comptime!(pitch(staging.dim)) + index % width;
+            let words = Vector::<u32, Const<4>>::reinterpret(tile[at]);
+            #[unroll]
+            for e in 0..4usize {
+                carried |= (words.extract(e) & exponent) + carry;
+            }
+        }
     }
-    found
+    carried & 0x8000_8000 != 0
 }
