@@ -118,7 +118,11 @@ pub fn attention_backward(
     if let Some(blueprint) = together {
         one_pass(&backward, blueprint, &gradients);
     }
-    if let Some(gradient) = gradients.query.clone().filter(|_| rows > 0 && together.is_none()) {
+    if let Some(gradient) = gradients
+        .query
+        .clone()
+        .filter(|_| rows > 0 && together.is_none())
+    {
         backward.query(gradient);
     }
     if keys > 0 && together.is_none() {

@@ -16,7 +16,8 @@ const UNITS: usize = 256;
 /// Computes the gradients of query, key and value, all of which have elements.
 pub(super) fn one_pass(backward: &Backward, one_pass: OnePass, gradients: &Gradients) {
     let (launch, problem) = (backward.launch, backward.launch.problem);
-    let (Some(query), Some(key), Some(value)) = (&gradients.query, &gradients.key, &gradients.value)
+    let (Some(query), Some(key), Some(value)) =
+        (&gradients.query, &gradients.key, &gradients.value)
     else {
         return;
     };
@@ -101,12 +102,12 @@ pub(super) fn one_pass(backward: &Backward, one_pass: OnePass, gradients: &Gradi
     }
 }
 
-/// Bytes of the cache that queries, output gradients and sums of heads side by side may take.
+/// Bytes of the cache that queries and output gradients of heads side by side may take.
 const SECTION: usize = 24 << 20;
 
 /// Key heads whose cubes run side by side.
 fn section(problem: &Problem, heads: usize) -> usize {
-    let row = (problem.head_dim + problem.value_dim) * problem.dtype.size() + problem.head_dim * 4;
+    let row = (problem.head_dim + problem.value_dim) * problem.dtype.size();
     let bytes = problem.seq_q * problem.group() * row;
     (SECTION / bytes.max(1)).clamp(1, heads)
 }

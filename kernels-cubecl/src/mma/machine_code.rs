@@ -56,7 +56,9 @@ fn of_device(device: &Device) -> Vec<Specimen> {
                 let config = Config::of(&problem, &blueprint, blocks, vector);
                 all.push(kernel.specimen(config, options, dtype));
             }
-            let one_pass = blueprint.one_pass.filter(|_| kernel == KERNELS[0] && vector == 8);
+            let one_pass = blueprint
+                .one_pass
+                .filter(|_| kernel == KERNELS[0] && vector == 8);
             if let Some(one_pass) = one_pass {
                 let config = Config::of(&problem, &blueprint, one_pass.blocks(), vector);
                 all.push(one_pass_specimen(one_pass, config, options, dtype));

@@ -86,8 +86,8 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     let query_blocks = (geometry.seq_q as usize).div_ceil(block_q);
     let heads = geometry.batch * kv_heads;
     // The cube's number; whether there are keys that are not finite; whether queries and output gradients
-    // of this step, and of the next.
-    let mut notes = Shared::<[u32]>::new_slice(4usize);
+    // of this step, and of the next; where its gradients go, which no register holds all along.
+    let mut notes = Shared::<[u32]>::new_slice(6usize);
     if UNIT_POS < 4 {
         let mut note = 0u32;
         if comptime!(ordered) {
@@ -111,6 +111,10 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     let place = number - first_head * blocks;
     let batch_head = first_head + place % width;
     let first_kv = (place / width * block_kv) as i32;
+    if UNIT_POS == 0 {
+        notes[4] = batch_head as u32;
+        notes[5] = first_kv as u32;
+    }
     let batch = batch_head / kv_heads;
     let kv_head = batch_head % kv_heads;
     let key_rows = rows_of(key, batch, kv_head, geometry.seq_kv);
@@ -186,7 +190,13 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             config,
         );
         if own < block_q {
-            store_statistics(&pending_statistics, &mut tiles.statistics, 0usize, own, block_q);
+            store_statistics(
+                &pending_statistics,
+                &mut tiles.statistics,
+                0usize,
+                own,
+                block_q,
+            );
         }
     }
     await_copies(key_staging);
@@ -246,8 +256,14 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                 config,
             );
         }
-        let edge = always
-            || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
+        // Asked early: the answer comes from far away.
+        let mut seen = 0u32;
+        if comptime!(fenced) {
+            if own == 0 {
+                seen = turns[counter].load();
+            }
+        }
+        let edge = always || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
         let mut careful = false;
         if edge {
             let exponent = comptime!(config.exponent());
@@ -303,7 +319,8 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         if comptime!(ordered) {
             if own == 0 {
                 if comptime!(fenced) {
-                    // What the cube added in the step before is in; nothing is added before its turn.
+                    // What the cube added in the step before is in. If it is its turn already, nothing
+                    // that comes after happens before.
                     fence();
                     if step > 0 {
                         let first_of_head = block == last_of_head;
@@ -313,9 +330,11 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                         pass_turn(turns, before);
                     }
                 }
-                wait_turn(turns, turn);
-                if comptime!(fenced) {
-                    fence();
+                if seen != turn.count || comptime!(!fenced) {
+                    wait_turn(turns, turn);
+                    if comptime!(fenced) {
+                        fence();
+                    }
                 }
             }
         }
@@ -449,10 +468,25 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         geometry.scale,
         comptime!(ROW_TILES * key_columns),
     );
-    share_sums(&mut tiles.keys, &key_sums, work.row, config.head_dim, one_pass, config);
-    share_sums(&mut tiles.values, &value_sums, work.row, config.value_dim, one_pass, config);
+    share_sums(
+        &mut tiles.keys,
+        &key_sums,
+        work.row,
+        config.head_dim,
+        one_pass,
+        config,
+    );
+    share_sums(
+        &mut tiles.values,
+        &value_sums,
+        work.row,
+        config.value_dim,
+        one_pass,
+        config,
+    );
     sync_cube();
-    let first_row = batch_head * geometry.seq_kv as usize;
+    let first_row = notes[4] as usize * geometry.seq_kv as usize;
+    let first_kv = notes[5] as i32;
     store_rows::<E, N>(
         &tiles.keys,
         key_gradient,

@@ -96,7 +96,7 @@ impl OnePass {
         let weights = if self.shares_probabilities() { 2 } else { 1 };
         let chunks = (self.owned() + self.stages * self.walked) * pitches
             + weights * self.owned() * pitch(self.walked);
-        chunks * 16 + self.stages * self.walked * 3 * 4 + 4 * 4 + 128
+        chunks * 16 + self.stages * self.walked * 3 * 4 + 6 * 4 + 128
     }
 
     /// Blocks of queries of a head.
@@ -118,7 +118,10 @@ type Table = [(usize, &'static [(usize, usize, usize, usize)]); 3];
 /// Eight warps of up to 255 registers fill a multiprocessor. Two cubes of four do not wait at each
 /// other's barriers; one of eight owns as many keys where heads are too wide for a warp's registers.
 const BLOCKS: Table = [
-    (64, &[(4, 1, 2, 2), (4, 1, 1, 2), (8, 2, 2, 1), (8, 2, 1, 1)]),
+    (
+        64,
+        &[(4, 1, 2, 2), (4, 1, 1, 2), (8, 2, 2, 1), (8, 2, 1, 1)],
+    ),
     (128, &[(8, 2, 2, 1), (8, 2, 1, 1)]),
     (256, &[(8, 4, 2, 1), (8, 4, 1, 1)]),
 ];
@@ -131,7 +134,7 @@ const RESERVED: usize = 1 << 10;
 
 /// The blocks of one pass, where there are some. Else two kernels compute the gradients:
 ///
-/// - of `f32`, whose parts leave no registers for a third product's sums;
+/// - of `f32`, whose parts leave no registers for sums of both gradients of 32 keys;
 /// - of features that do not divide among warps in whole tiles;
 /// - on devices that hold no cube of all keys that eight warps own, or not the sums.
 ///
@@ -142,6 +145,9 @@ pub(crate) fn plan_one_pass(problem: &Problem, device: &Device) -> Option<OnePas
         return None;
     }
     let (_, forms) = BLOCKS.iter().find(|(width, _)| widest <= *width)?;
+    // Tests of scores, and dot products that are kept for the derivative of a cap, need registers.
+    let with_options =
+        problem.mask.is_some() || problem.bias.is_some() || problem.softcap.is_some();
     let wide = device.copy_async && device.cuda_capability.is_some_and(|version| version >= 90);
     let fits = |one_pass: &OnePass, cubes: usize| {
         let columns = one_pass.warps / (one_pass.walked / 16);
@@ -149,7 +155,8 @@ pub(crate) fn plan_one_pass(problem: &Problem, device: &Device) -> Option<OnePas
             && problem.head_dim.is_multiple_of(16 * one_pass.sides)
             && problem.value_dim.is_multiple_of(16 * one_pass.sides);
         let needed = cubes * (one_pass.shared_memory(problem) + RESERVED);
-        divides && needed <= device.shared_memory + RESERVED
+        let crowded = with_options && one_pass.sides == 1;
+        divides && !crowded && needed <= device.shared_memory + RESERVED
     };
     let (one_pass, _) = forms
         .iter()

@@ -2,8 +2,8 @@
 
 use super::blueprint::Config;
 use super::fragment::{
-    Accumulator, Chunk, Instructions, Place, Registers, along_columns, along_rows, along_sums, as_weights,
-    dot_products, further, load_block, zeros,
+    Accumulator, Chunk, Instructions, Place, Registers, along_columns, along_rows, along_sums,
+    as_weights, dot_products, further, load_block, zeros,
 };
 use super::gradient::{Block, keep_dots, rebuild_probabilities, score_gradients};
 use super::one_pass_blueprint::{KEYS, OnePass};
@@ -33,7 +33,10 @@ pub(crate) struct Tiles<E: Float> {
 
 /// The tiles, not filled yet.
 #[cube]
-pub(crate) fn tiles<E: Float>(#[comptime] one_pass: OnePass, #[comptime] config: Config) -> Tiles<E> {
+pub(crate) fn tiles<E: Float>(
+    #[comptime] one_pass: OnePass,
+    #[comptime] config: Config,
+) -> Tiles<E> {
     let key_pitch = comptime!(config.pitch(config.head_dim));
     let value_pitch = comptime!(config.pitch(config.value_dim));
     let weights = comptime!(one_pass.owned() * config.pitch(one_pass.walked));
@@ -289,7 +292,10 @@ pub(crate) fn add_own_part<E: Float, B: Float, M: Int>(
             &tiles.values,
             work.value,
             &tiles.gradients,
-            further(work.gradient, step.at_gradient + comptime!(first * value_pitch)),
+            further(
+                work.gradient,
+                step.at_gradient + comptime!(first * value_pitch),
+            ),
             ROW_TILES,
             column_tiles,
             config.value_dim,

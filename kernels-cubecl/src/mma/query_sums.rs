@@ -2,8 +2,8 @@
 //! in the order in which warps hold them, and rows of the operands' type in the end.
 
 use super::blueprint::Config;
-use super::fragment::{Accumulator, by_value, round_pair};
 use super::fragment::Pair;
+use super::fragment::{Accumulator, by_value, round_pair};
 use super::one_pass_blueprint::OnePass;
 use crate::schedule::Geometry;
 use cubecl::prelude::*;
@@ -141,14 +141,20 @@ pub(crate) fn query_rows_kernel<E: Float, F: Size, N: Size>(
             } else {
                 #[unroll]
                 for m in 0..4usize {
-                    own.insert(m, query_sums[tile * 32 + comptime!(m * 8) + quad].extract(n));
+                    own.insert(
+                        m,
+                        query_sums[tile * 32 + comptime!(m * 8) + quad].extract(n),
+                    );
                 }
             }
             #[unroll]
             for half in 0..2usize {
                 let mut pair = Pair::<f32>::new(0.0f32);
                 pair.insert(0usize, own.extract(comptime!(2 * half)) * geometry.scale);
-                pair.insert(1usize, own.extract(comptime!(2 * half + 1)) * geometry.scale);
+                pair.insert(
+                    1usize,
+                    own.extract(comptime!(2 * half + 1)) * geometry.scale,
+                );
                 let rounded = Pair::<E>::reinterpret(round_pair::<E>(pair, instructions));
                 #[unroll]
                 for c in 0..2usize {

@@ -3,7 +3,7 @@
 
 use super::fragment::{
     Accumulator, Chunk, Instructions, Pair, Place, Registers, along_rows, by_value, chunks,
-    multiply_block, load_block, pitch, place,
+    load_block, multiply_block, pitch, place,
 };
 use super::stage::Staging;
 use cubecl::prelude::*;
