@@ -9,7 +9,7 @@ use super::gradient::{Block, keep_dots, rebuild_probabilities, score_gradients};
 use super::one_pass_blueprint::{KEYS, OnePass};
 use super::softmax::Position;
 use super::weights::{Steps, add_columns, add_row_by_row, along_weights, store_weights};
-use crate::schedule::Geometry;
+use crate::schedule::{Geometry, partly_visible};
 use cubecl::prelude::*;
 
 /// Tiles of a warp's keys.
@@ -174,6 +174,73 @@ pub(crate) fn add_own_part<E: Float, B: Float, M: Int>(
     #[comptime] one_pass: OnePass,
     #[comptime] config: Config,
 ) {
+    let chunk = comptime!(one_pass.chunk());
+    let column_tiles = comptime!(chunk / 8);
+    let weight_pitch = comptime!(config.pitch(one_pass.walked));
+    #[unroll]
+    for c in 0..comptime!(one_pass.part() / chunk) {
+        let first = comptime!(c * chunk);
+        let mut hidden = false;
+        if comptime!(tested) {
+            let first_query = step.first_query + (work.own_query + first) as i32;
+            let first_kv = step.first_kv + work.row as i32;
+            hidden = !partly_visible(geometry, first_query, first_kv, chunk, KEYS);
+            if hidden {
+                let mut weights = Sequence::<Registers>::new();
+                #[unroll]
+                for _ in 0..comptime!(ROW_TILES * column_tiles / 2) {
+                    weights.push(Registers::new(0u32));
+                }
+                store_weights(
+                    &mut tiles.score_weights,
+                    further(work.score_store, comptime!(first / 8)),
+                    &weights,
+                    ROW_TILES,
+                    column_tiles,
+                    weight_pitch,
+                    one_pass.wide,
+                    config.instructions(),
+                );
+                if comptime!(one_pass.shares_probabilities()) {
+                    store_weights(
+                        &mut tiles.value_weights,
+                        further(work.value_store, comptime!(first / 8)),
+                        &weights,
+                        ROW_TILES,
+                        column_tiles,
+                        weight_pitch,
+                        one_pass.wide,
+                        config.instructions(),
+                    );
+                }
+            }
+        }
+        if !hidden {
+            add_chunk::<E, B, M>(
+                tiles, key_sums, value_sums, work, step, mask, bias, geometry, first, tested,
+                one_pass, config,
+            );
+        }
+    }
+}
+
+/// The same for some queries of the part, `first` of them on.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn add_chunk<E: Float, B: Float, M: Int>(
+    tiles: &mut Tiles<E>,
+    key_sums: &mut Sequence<Accumulator>,
+    value_sums: &mut Sequence<Accumulator>,
+    work: Work,
+    step: Step,
+    mask: &ComptimeOption<&Tensor<M>>,
+    bias: &ComptimeOption<&Tensor<B>>,
+    geometry: &Geometry,
+    #[comptime] first: usize,
+    #[comptime] tested: bool,
+    #[comptime] one_pass: OnePass,
+    #[comptime] config: Config,
+) {
     let instructions = comptime!(config.instructions());
     let wide = one_pass.wide;
     let key_pitch = comptime!(config.pitch(config.head_dim));
@@ -189,133 +256,44 @@ pub(crate) fn add_own_part<E: Float, B: Float, M: Int>(
         transposed: true,
         staged: one_pass.walked,
     });
-    #[unroll]
-    for c in 0..comptime!(one_pass.part() / chunk) {
-        let first = comptime!(c * chunk);
-        let row = work.own_query + first;
-        let at_row = step.at_statistics + row;
-        let query_row = step.at_query + row * key_pitch;
-        let gradient_row = step.at_gradient + row * value_pitch;
-        let mut probabilities = dot_products::<E>(
-            &tiles.keys,
-            work.key,
-            &tiles.queries,
-            further(work.query, step.at_query + comptime!(first * key_pitch)),
-            ROW_TILES,
-            column_tiles,
-            config.head_dim,
-            instructions,
-        );
-        let dots = keep_dots(&probabilities, comptime!(ROW_TILES * column_tiles), config);
-        let position = Position {
-            batch: step.batch,
-            head: step.head,
-            first_query: step.first_query + row as i32,
-            first_kv: step.first_kv + work.row as i32,
-        };
-        rebuild_probabilities::<B, M>(
-            &mut probabilities,
-            &tiles.statistics,
-            at_row,
-            position,
-            mask,
-            bias,
-            geometry,
-            tested.runtime(),
-            block_of_scores,
-            config,
-        );
-        let weights = as_weights::<E>(&probabilities, ROW_TILES, column_tiles, instructions);
-        if comptime!(one_pass.shares_probabilities()) {
-            store_weights(
-                &mut tiles.value_weights,
-                further(work.value_store, comptime!(first / 8)),
-                &weights,
-                ROW_TILES,
-                column_tiles,
-                weight_pitch,
-                wide,
-                instructions,
-            );
-        }
-        let mut row_by_row = false;
-        if comptime!(tested) {
-            row_by_row = step.careful;
-            if row_by_row {
-                // Where nobody else needs them they stand in the place of their gradients for a while.
-                if comptime!(!one_pass.shares_probabilities()) {
-                    store_weights(
-                        &mut tiles.score_weights,
-                        further(work.score_store, comptime!(first / 8)),
-                        &weights,
-                        ROW_TILES,
-                        column_tiles,
-                        weight_pitch,
-                        wide,
-                        instructions,
-                    );
-                }
-                sync_plane();
-                let lent = if comptime!(one_pass.shares_probabilities()) {
-                    &tiles.value_weights
-                } else {
-                    &tiles.score_weights
-                };
-                add_row_by_row(
-                    value_sums,
-                    lent,
-                    key_weight(work.row, row, weight_pitch),
-                    &tiles.gradients,
-                    gradient_row + work.value_chunk,
-                    comptime!(by_key(weight_pitch)),
-                    chunk,
-                    config.value_dim,
-                    ROW_TILES,
-                    value_columns,
-                );
-                sync_plane();
-            }
-        }
-        if !row_by_row {
-            add_fragments::<E>(
-                value_sums,
-                &weights,
-                &tiles.gradients,
-                further(work.gradient_sum, gradient_row),
-                column_tiles,
-                value_columns,
-                value_pitch,
-                instructions,
-            );
-        }
-        let mut score_gradient = dot_products::<E>(
-            &tiles.values,
-            work.value,
-            &tiles.gradients,
-            further(
-                work.gradient,
-                step.at_gradient + comptime!(first * value_pitch),
-            ),
-            ROW_TILES,
-            column_tiles,
-            config.value_dim,
-            instructions,
-        );
-        score_gradients(
-            &mut score_gradient,
-            &probabilities,
-            &dots,
-            &tiles.statistics,
-            at_row,
-            geometry,
-            tested.runtime(),
-            block_of_scores,
-            config,
-        );
-        let weights = as_weights::<E>(&score_gradient, ROW_TILES, column_tiles, instructions);
+    let row = work.own_query + first;
+    let at_row = step.at_statistics + row;
+    let query_row = step.at_query + row * key_pitch;
+    let gradient_row = step.at_gradient + row * value_pitch;
+    let mut probabilities = dot_products::<E>(
+        &tiles.keys,
+        work.key,
+        &tiles.queries,
+        further(work.query, step.at_query + comptime!(first * key_pitch)),
+        ROW_TILES,
+        column_tiles,
+        config.head_dim,
+        instructions,
+    );
+    let dots = keep_dots(&probabilities, comptime!(ROW_TILES * column_tiles), config);
+    let position = Position {
+        batch: step.batch,
+        head: step.head,
+        first_query: step.first_query + row as i32,
+        first_kv: step.first_kv + work.row as i32,
+    };
+    rebuild_probabilities::<B, M>(
+        &mut probabilities,
+        &tiles.statistics,
+        at_row,
+        position,
+        mask,
+        bias,
+        geometry,
+        tested.runtime(),
+        block_of_scores,
+        config,
+    );
+    let weights = as_weights::<E>(&probabilities, ROW_TILES, column_tiles, instructions);
+    if comptime!(one_pass.shares_probabilities()) {
         store_weights(
-            &mut tiles.score_weights,
-            further(work.score_store, comptime!(first / 8)),
+            &mut tiles.value_weights,
+            further(work.value_store, comptime!(first / 8)),
             &weights,
             ROW_TILES,
             column_tiles,
@@ -323,35 +301,120 @@ pub(crate) fn add_own_part<E: Float, B: Float, M: Int>(
             wide,
             instructions,
         );
-        if comptime!(tested) {
-            if row_by_row {
-                sync_plane();
-                add_row_by_row(
-                    key_sums,
-                    &tiles.score_weights,
-                    key_weight(work.row, row, weight_pitch),
-                    &tiles.queries,
-                    query_row + work.key_chunk,
-                    comptime!(by_key(weight_pitch)),
-                    chunk,
-                    config.head_dim,
+    }
+    let mut row_by_row = false;
+    if comptime!(tested) {
+        row_by_row = step.careful;
+        if row_by_row {
+            // Where nobody else needs them they stand in the place of their gradients for a while.
+            if comptime!(!one_pass.shares_probabilities()) {
+                store_weights(
+                    &mut tiles.score_weights,
+                    further(work.score_store, comptime!(first / 8)),
+                    &weights,
                     ROW_TILES,
-                    key_columns,
+                    column_tiles,
+                    weight_pitch,
+                    wide,
+                    instructions,
                 );
             }
+            sync_plane();
+            let lent = if comptime!(one_pass.shares_probabilities()) {
+                &tiles.value_weights
+            } else {
+                &tiles.score_weights
+            };
+            add_row_by_row(
+                value_sums,
+                lent,
+                key_weight(work.row, row, weight_pitch),
+                &tiles.gradients,
+                gradient_row + work.value_chunk,
+                comptime!(by_key(weight_pitch)),
+                chunk,
+                config.value_dim,
+                ROW_TILES,
+                value_columns,
+            );
+            sync_plane();
         }
-        if !row_by_row {
-            add_fragments::<E>(
+    }
+    if !row_by_row {
+        add_fragments::<E>(
+            value_sums,
+            &weights,
+            &tiles.gradients,
+            further(work.gradient_sum, gradient_row),
+            column_tiles,
+            value_columns,
+            value_pitch,
+            instructions,
+        );
+    }
+    let mut score_gradient = dot_products::<E>(
+        &tiles.values,
+        work.value,
+        &tiles.gradients,
+        further(
+            work.gradient,
+            step.at_gradient + comptime!(first * value_pitch),
+        ),
+        ROW_TILES,
+        column_tiles,
+        config.value_dim,
+        instructions,
+    );
+    score_gradients(
+        &mut score_gradient,
+        &probabilities,
+        &dots,
+        &tiles.statistics,
+        at_row,
+        geometry,
+        tested.runtime(),
+        block_of_scores,
+        config,
+    );
+    let weights = as_weights::<E>(&score_gradient, ROW_TILES, column_tiles, instructions);
+    store_weights(
+        &mut tiles.score_weights,
+        further(work.score_store, comptime!(first / 8)),
+        &weights,
+        ROW_TILES,
+        column_tiles,
+        weight_pitch,
+        wide,
+        instructions,
+    );
+    if comptime!(tested) {
+        if row_by_row {
+            sync_plane();
+            add_row_by_row(
                 key_sums,
-                &weights,
+                &tiles.score_weights,
+                key_weight(work.row, row, weight_pitch),
                 &tiles.queries,
-                further(work.query_sum, query_row),
-                column_tiles,
+                query_row + work.key_chunk,
+                comptime!(by_key(weight_pitch)),
+                chunk,
+                config.head_dim,
+                ROW_TILES,
                 key_columns,
-                key_pitch,
-                instructions,
             );
         }
+    }
+    if !row_by_row {
+        add_fragments::<E>(
+            key_sums,
+            &weights,
+            &tiles.queries,
+            further(work.query_sum, query_row),
+            column_tiles,
+            key_columns,
+            key_pitch,
+            instructions,
+        );
     }
 }
 
