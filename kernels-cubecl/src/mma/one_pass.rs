@@ -522,6 +522,7 @@ fn share_sums<E: Float>(
     let instructions = comptime!(config.instructions());
     let columns = comptime!(dim / one_pass.sides / 8);
     let side = UNIT_POS as usize / 32 % one_pass.sides;
+    let row = row + nothing_yet(config.assembly) as usize;
     let place = along_weights(&*tile, row, config.pitch(dim), one_pass.wide, instructions);
     store_weights(
         tile,
@@ -533,4 +534,17 @@ fn share_sums<E: Float>(
         one_pass.wide,
         instructions,
     );
+}
+
+/// 0, which compilers do not know before they get here: addresses that depend on it take no registers
+/// from the loop before.
+#[cube]
+fn nothing_yet(#[comptime] assembly: bool) -> u32 {
+    if comptime!(assembly) {
+        let nothing: u32;
+        gpu_asm!("mov.u32 {nothing}, 0;", nothing = out(_) nothing);
+        by_value::<u32>(nothing)
+    } else {
+        0u32.runtime()
+    }
 }
