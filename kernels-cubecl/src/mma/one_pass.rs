@@ -284,9 +284,12 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             at_query,
             at_gradient,
             at_statistics,
+            edge,
             careful,
         };
-        if edge {
+        // Blocks off the edge have code of their own, in one piece, except where the generator has no
+        // text for products: its arrays take compilers long.
+        if edge || comptime!(!config.assembly) {
             add_own_part::<E, B, M>(
                 &mut tiles,
                 &mut key_sums,
@@ -300,7 +303,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                 one_pass,
                 config,
             );
-        } else if comptime!(!always) {
+        } else if comptime!(!always && config.assembly) {
             add_own_part::<E, B, M>(
                 &mut tiles,
                 &mut key_sums,

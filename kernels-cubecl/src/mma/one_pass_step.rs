@@ -153,12 +153,14 @@ pub(crate) struct Step {
     pub at_query: usize,
     pub at_gradient: usize,
     pub at_statistics: usize,
+    /// Whether the block has scores that may be hidden.
+    pub edge: bool,
     /// Whether sums are formed row by row.
     pub careful: bool,
 }
 
 /// The warp's part of the queries: their weights, which go to shared memory, and what they add to the
-/// warp's sums. `tested` where the block has scores that may be hidden; else it is never careful.
+/// warp's sums. Not `tested`: code for blocks off the edge alone, which are never careful.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn add_own_part<E: Float, B: Float, M: Int>(
@@ -256,6 +258,10 @@ fn add_chunk<E: Float, B: Float, M: Int>(
         transposed: true,
         staged: one_pass.walked,
     });
+    let mut edge = step.edge;
+    if comptime!(!tested) {
+        edge = false.runtime();
+    }
     let row = work.own_query + first;
     let at_row = step.at_statistics + row;
     let query_row = step.at_query + row * key_pitch;
@@ -285,7 +291,7 @@ fn add_chunk<E: Float, B: Float, M: Int>(
         mask,
         bias,
         geometry,
-        tested.runtime(),
+        edge,
         block_of_scores,
         config,
     );
@@ -372,7 +378,7 @@ fn add_chunk<E: Float, B: Float, M: Int>(
         &tiles.statistics,
         at_row,
         geometry,
-        tested.runtime(),
+        edge,
         block_of_scores,
         config,
     );
