@@ -143,10 +143,17 @@ impl Blueprint {
             };
         }
         match &self.mma {
-            Ok(mma) => Served {
-                family: MMA,
-                block_q: mma.query_gradient.owned(),
-                block_kv: mma.query_gradient.walked,
+            Ok(mma) => match mma.one_pass {
+                Some(one_pass) => Served {
+                    family: MMA,
+                    block_q: one_pass.walked,
+                    block_kv: one_pass.owned(),
+                },
+                None => Served {
+                    family: MMA,
+                    block_q: mma.query_gradient.owned(),
+                    block_kv: mma.query_gradient.walked,
+                },
             },
             Err(_) => Served::portable(self.portable.backward),
         }

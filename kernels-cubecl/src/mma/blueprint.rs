@@ -3,6 +3,7 @@
 
 use super::apart::in_parts;
 use super::fragment::{Instructions, chunks, pitch};
+use super::one_pass_blueprint::{OnePass, plan_one_pass};
 use super::stage::Staging;
 use crate::device::{Device, WITHOUT};
 use crate::plan::MMA;
@@ -55,6 +56,9 @@ pub struct Blueprint {
     /// One kernel for the key and the value gradient, or one for each: wide heads leave no room
     /// for both in the registers.
     pub joint_key_value: bool,
+    /// One kernel for all gradients, where all are wanted of operands that are read 16 bytes at a time;
+    /// none where two serve the problem.
+    pub one_pass: Option<OnePass>,
     /// Assembly text for the exponential and for rounding.
     pub assembly: bool,
     /// Asynchronous copies; needs assembly text.
@@ -216,6 +220,7 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
         query_gradient,
         key_value_gradient,
         joint_key_value: widest <= 128,
+        one_pass: plan_one_pass(problem, device),
         assembly: asynchronous,
         asynchronous,
     })

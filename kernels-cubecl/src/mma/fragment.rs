@@ -50,12 +50,13 @@ pub(crate) fn lane_along_columns(lane: usize) -> (usize, usize) {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Place {
-    index: usize,
+    pub index: usize,
     pub address: u32,
 }
 
+/// A lane's place at chunk `index` of a tile.
 #[cube]
-fn place<E: Float>(
+pub(crate) fn place<E: Float>(
     tile: &Shared<[Chunk<E>]>,
     index: usize,
     #[comptime] instructions: Instructions,
@@ -184,7 +185,7 @@ pub(crate) fn further(place: Place, chunks: usize) -> Place {
 
 /// Adds `a b` to two neighbouring accumulators; `b` holds two `B` fragments.
 #[cube]
-fn multiply_block<E: Float>(
+pub(crate) fn multiply_block<E: Float>(
     out: &mut Sequence<Accumulator>,
     a: Registers,
     b: Registers,

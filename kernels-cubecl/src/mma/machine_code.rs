@@ -3,6 +3,8 @@
 use super::blueprint::{Blocks, Blueprint, Config, plan, staged_as};
 use super::forward::forward_kernel;
 use super::key_value_gradient::{Sides, key_value_gradient_kernel};
+use super::one_pass::one_pass_kernel;
+use super::one_pass_blueprint::OnePass;
 use super::query_gradient::query_gradient_kernel;
 use crate::device::{Device, elem_type};
 use crate::machine_code::{
@@ -10,7 +12,7 @@ use crate::machine_code::{
 };
 use cubecl::ir::{AddressType, ElemType, UIntKind};
 use cubecl::prelude::CubeKernel;
-use flash_attention_spec::Dtype;
+use flash_attention_spec::{Dtype, Summation};
 
 /// The kernels of the family, and what chooses between their forms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,6 +55,20 @@ fn of_device(device: &Device) -> Vec<Specimen> {
             if let Some(blocks) = kernel.blocks(&blueprint) {
                 let config = Config::of(&problem, &blueprint, blocks, vector);
                 all.push(kernel.specimen(config, options, dtype));
+            }
+            let one_pass = blueprint
+                .one_pass
+                .filter(|_| kernel == KERNELS[0] && vector == 8);
+            if let Some(one_pass) = one_pass {
+                let config = Config::of(&problem, &blueprint, one_pass.blocks(), vector);
+                all.push(one_pass_specimen(one_pass, config, options, dtype));
+                let unordered = OnePass {
+                    summation: Summation::Unordered,
+                    ..one_pass
+                };
+                if options == Options::NONE {
+                    all.push(one_pass_specimen(unordered, config, options, dtype));
+                }
             }
         };
         add(Options::NONE, Dtype::BF16, 8);
@@ -122,6 +138,52 @@ impl Kernel {
             }
         })
     }
+}
+
+fn one_pass_specimen(
+    one_pass: OnePass,
+    config: Config,
+    options: Options,
+    dtype: Dtype,
+) -> Specimen {
+    let name = format!(
+        "mma one pass{} {dtype} d{}v{} {} keys of {} warps by {} stages {}{}{}",
+        if one_pass.ordered() { "" } else { " unordered" },
+        config.head_dim,
+        config.value_dim,
+        one_pass.owned(),
+        one_pass.warps,
+        one_pass.walked,
+        one_pass.stages,
+        if config.asynchronous { "" } else { " plain" },
+        options.suffix(),
+    );
+    Specimen::new(name, move |offline| {
+        Box::new(one_pass_kernel::OnePassKernel::new(
+            offline.settings(one_pass.units() as u32, AddressType::U32),
+            offline.properties.clone(),
+            offline.target.clone(),
+            offline.tensor(),
+            offline.tensor(),
+            offline.tensor(),
+            offline.optional(options.mask),
+            offline.optional(config.biased),
+            offline.tensor(),
+            offline.buffer(),
+            offline.buffer(),
+            offline.buffer(),
+            offline.buffer(),
+            offline.buffer(),
+            offline.geometry(),
+            offline.index(),
+            config.vector,
+            one_pass,
+            config,
+            elem_type(dtype),
+            elem_type(dtype),
+            ElemType::UInt(UIntKind::U8),
+        ))
+    })
 }
 
 fn forward(
