@@ -10,7 +10,7 @@ use super::softmax::{
     Position, exponent_factor, exponentials, finish_scores, no_statistics, raise_maximum,
     references, row_result,
 };
-use super::stage::{await_copies, issue, land, rows_of, stage_first};
+use super::stage::{await_copies, issue, land, round_first, round_landed, rows_of, stage_first};
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
 use cubecl::prelude::*;
 
@@ -123,6 +123,7 @@ pub(crate) fn forward_kernel<E: Float, B: Float, M: Int, N: Size>(
             );
         }
     }
+    round_first(&mut queries, query_staging);
     for block in first_block..end_block {
         let first_kv = (block * block_kv) as i32;
         let next_kv = first_kv + comptime!(block_kv as i32);
@@ -142,6 +143,10 @@ pub(crate) fn forward_kernel<E: Float, B: Float, M: Int, N: Size>(
             &pending_key,
             key_staging,
         );
+        if comptime!(twice) {
+            // They came with the keys.
+            round_landed(&mut values, at_value, value_staging);
+        }
         sync_cube();
         if comptime!(!twice) {
             issue(

@@ -1,0 +1,156 @@
+//! Products of `f32` operands rounded to TF32: the sign, 8 bits of exponent and 11 of the number.
+//!
+//! Tiles hold whole numbers, staged as halves like those that [`super::split`] takes apart, and lanes
+//! read them in the same way: an `ldmatrix` gives lane `l` number `l % 4` of row `l / 4`, which is what the
+//! `m16n8k8` product wants of either operand. Where rows are summed over, the order of the sum is free: a
+//! lane's accumulator has columns `2 c` and the next, which stand for elements `c` and `c + 4` of the left
+//! operand, and the right one is read from the same rows.
+//!
+//! Numbers of a tile are rounded once, by the unit that has copied them and before anybody else reads them
+//! ([`super::stage`]), so that no warp repeats it; weights are rounded in their registers. Infinity stays
+//! infinity and NaN stays NaN, and numbers from 3.4e38 on become infinity.
+//!
+//! Unlike parts of numbers, products are added to the sums of a block on the units, which cut what does
+//! not fit: some 1e-5 of a sum over thousands of rows, where rounding operands costs 1e-4.
+
+use super::apart::pair_of;
+use super::fragment::{
+    Accumulator, Chunk, Instructions, Pair, Place, Registers, by_value, load_block, pitch,
+    set_sums, sums_of,
+};
+use super::split::{as_left, load_column, load_column_tile};
+use cubecl::prelude::*;
+
+/// Which of two TF32 numbers a number half way between them is rounded to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Ties {
+    /// To the larger one in size.
+    Away,
+    /// To the even one, by a single instruction from compute capability 9.0 on.
+    Even,
+}
+
+/// Numbers rounded to TF32, by their bits.
+#[cube]
+pub(crate) fn rounded_numbers(numbers: Registers, #[comptime] ties: Ties) -> Registers {
+    let mode = comptime!(match ties {
+        Ties::Away => "rna",
+        Ties::Even => "rn",
+    });
+    let mut results = Registers::new(0u32);
+    #[unroll]
+    for n in 0..4usize {
+        let number = by_value::<f32>(f32::reinterpret(numbers.extract(n)));
+        let result: u32;
+        gpu_asm!(
+            "cvt.{mode}.tf32.f32 {result}, {number};",
+            number = in(_) number, result = out(_) result, options(pure, nomem)
+        );
+        results.insert(n, by_value::<u32>(result));
+    }
+    by_value::<Registers>(results)
+}
+
+/// The two halves of an accumulator as a left operand: whole, or rounded to TF32.
+#[cube]
+pub(crate) fn as_operand(
+    upper: Pair<f32>,
+    lower: Pair<f32>,
+    #[comptime] instructions: Instructions,
+) -> Registers {
+    let numbers = as_left(upper, lower);
+    if comptime!(instructions.ties().is_some()) {
+        rounded_numbers(numbers, comptime!(instructions.ties().unwrap()))
+    } else {
+        numbers
+    }
+}
+
+/// [`dot_products`](super::fragment::dot_products) of rounded operands, added to `out`.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn tf32_dot_products<E: Float>(
+    out: &mut Sequence<Accumulator>,
+    a: &Shared<[Chunk<E>]>,
+    a_place: Place,
+    b_place: Place,
+    #[comptime] row_tiles: usize,
+    #[comptime] column_tiles: usize,
+    #[comptime] dim: usize,
+    #[comptime] instructions: Instructions,
+) {
+    let eights = comptime!(dim.div_ceil(8));
+    let pitch = comptime!(pitch(2 * dim));
+    #[unroll]
+    for k in 0..comptime!(eights.div_ceil(2)) {
+        let steps = comptime!(Ord::min(eights - 2 * k, 2));
+        let mut rows = Sequence::<Registers>::new();
+        #[unroll]
+        for r in 0..row_tiles {
+            #[unroll]
+            for step in 0..steps {
+                let offset = comptime!(r * 16 * pitch + 4 * k + 2 * step);
+                rows.push(load_block(a, a_place, offset, false, instructions));
+            }
+        }
+        #[unroll]
+        for n in 0..column_tiles {
+            let offset = comptime!(16 * (n * 8 * pitch + 4 * k));
+            let columns = load_column_tile(b_place, offset, comptime!(steps == 2));
+            #[unroll]
+            for step in 0..steps {
+                #[unroll]
+                for r in 0..row_tiles {
+                    add_product(
+                        out.index_mut(comptime!(r * column_tiles + n)),
+                        *rows.index(comptime!(r * steps + step)),
+                        pair_of(columns, step),
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// [`add_weighted_rows`](super::fragment::add_weighted_rows) of rounded operands: `rows` holds two
+/// accumulators of each row tile, [`as_operand`].
+#[cube]
+pub(crate) fn add_tf32_rows(
+    out: &mut Sequence<Accumulator>,
+    rows: &Sequence<Registers>,
+    b_place: Place,
+    #[comptime] row_tiles: usize,
+    #[comptime] k: usize,
+    #[comptime] dim: usize,
+) {
+    let column_tiles = comptime!(dim.div_ceil(8));
+    let row_bytes = comptime!(16 * pitch(2 * dim));
+    #[unroll]
+    for n in 0..column_tiles {
+        let columns = load_column(b_place, comptime!(16 * k * row_bytes + 32 * n), row_bytes);
+        #[unroll]
+        for step in 0..2usize {
+            #[unroll]
+            for r in 0..row_tiles {
+                add_product(
+                    out.index_mut(comptime!(r * column_tiles + n)),
+                    *rows.index(comptime!(2 * r + step)),
+                    pair_of(columns, step),
+                );
+            }
+        }
+    }
+}
+
+/// Adds the product over eight elements to an accumulator.
+#[cube]
+fn add_product(tile: &mut Accumulator, left: Registers, right: Pair<u32>) {
+    let sums = sums_of(tile[0], tile[1]);
+    let products: Vector<f32, Const<4>>;
+    gpu_asm!(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {products}, {left}, {right}, {sums};",
+        left = in(_) left, right = in(_) right, sums = in(_) sums,
+        products = out(_) products, options(pure, nomem)
+    );
+    set_sums(tile, by_value::<Vector<f32, Const<4>>>(products));
+}
