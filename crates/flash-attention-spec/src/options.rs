@@ -43,9 +43,9 @@ pub enum F32Precision {
     /// With all 24 bits of every operand.
     #[default]
     Full,
-    /// TF32: the operands of every product between the large operands may be rounded to 11 bits, to nearest
-    /// and ties away from 0. Permits what may be faster, and demands nothing: where there is no faster form the
-    /// products are formed in full.
+    /// TF32: operands of matrix products may be rounded to the nearest number of 11 bits, probabilities and
+    /// gradients of scores too. Permits what may be faster, and demands nothing: where there is no faster
+    /// form, products are in full.
     Tf32,
 }
 

@@ -465,7 +465,12 @@ const FORWARD_TF32: [(usize, &[Blocks], &[Blocks]); 3] = [
     ),
     (
         128,
-        &[blocks(4, 2, 32), blocks(4, 1, 32), blocks(4, 1, 16)],
+        &[
+            staged_twice(8, 2, 32),
+            blocks(4, 2, 32),
+            blocks(4, 1, 32),
+            blocks(4, 1, 16),
+        ],
         &[],
     ),
     (
@@ -634,10 +639,12 @@ impl Config {
         self.plain() && self.negative
     }
 
-    /// The exponent bits of the elements in a word of a walked tile.
+    /// The bits of infinity for the elements in a word of a walked tile, or of numbers that may be rounded
+    /// to it: rows that hold one are not multiplied by weights of 0.
     pub(crate) const fn exponent(&self) -> u32 {
         match self.dtype {
             Dtype::F32 if self.blocks.apart => 0x7F80_7F80,
+            Dtype::F32 if self.tf32.is_some() => 0x7F7F_0000,
             Dtype::F32 => 0x7F80_0000,
             Dtype::F16 => 0x7C00_7C00,
             Dtype::BF16 => 0x7F80_7F80,
@@ -646,7 +653,10 @@ impl Config {
 
     pub(crate) const fn instructions(&self) -> Instructions {
         match (self.dtype, self.tf32) {
-            (Dtype::F32, Some(ties)) => Instructions::Tf32(ties),
+            (Dtype::F32, Some(ties)) => Instructions::Tf32 {
+                ties,
+                columns: false,
+            },
             (Dtype::F32, None) => Instructions::SplitF32 {
                 apart: self.blocks.apart,
             },

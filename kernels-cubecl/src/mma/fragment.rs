@@ -444,7 +444,7 @@ pub(crate) fn add_weighted_rows<E: Float>(
     if comptime!(instructions.splits()) {
         add_split_rows(out, rows, b_place, row_tiles, k, dim, instructions);
     } else if comptime!(instructions.numbers()) {
-        add_tf32_rows(out, rows, b_place, row_tiles, k, dim);
+        add_tf32_rows(out, rows, b_place, row_tiles, k, dim, instructions);
     }
     #[unroll]
     for n in 0..comptime!(column_tiles / 2) {
@@ -483,7 +483,12 @@ pub(crate) enum Instructions {
         apart: bool,
     },
     /// From assembly text, for `f32` rounded to TF32: see [`super::tf32`].
-    Tf32(Ties),
+    Tf32 {
+        /// How numbers are rounded.
+        ties: Ties,
+        /// Right operands lie in shared memory as they are, and are rounded in registers.
+        columns: bool,
+    },
 }
 
 impl Instructions {
@@ -509,9 +514,25 @@ impl Instructions {
     /// How numbers are rounded to TF32, if they are.
     pub(crate) const fn ties(self) -> Option<Ties> {
         match self {
-            Instructions::Tf32(ties) => Some(ties),
+            Instructions::Tf32 { ties, .. } => Some(ties),
             _ => None,
         }
+    }
+
+    /// The same, where right operands are not rounded to TF32 when they are loaded.
+    pub(crate) const fn rounding_columns(self) -> Self {
+        match self {
+            Instructions::Tf32 { ties, .. } => Instructions::Tf32 {
+                ties,
+                columns: true,
+            },
+            other => other,
+        }
+    }
+
+    /// Whether right operands are rounded to TF32 in registers.
+    pub(crate) const fn rounds_columns(self) -> bool {
+        matches!(self, Instructions::Tf32 { columns: true, .. })
     }
 
     /// Whether right operands lie in shared memory as whole numbers.

@@ -4,8 +4,8 @@
 //! With asynchronous copies the tile goes straight to shared memory; with `prefetch` it waits in
 //! registers until its place is free; else [`land`] does all of it.
 //!
-//! Where `f32` is multiplied as TF32, each unit rounds the chunks that it has copied, before others read
-//! them.
+//! Where a tile of `f32` is rounded to TF32, each unit rounds the chunks that it has copied, before others
+//! read them.
 
 use super::fragment::{CHUNK, Chunk, Registers, by_value, chunks, pitch, shared_address};
 use super::tf32::{Ties, rounded_numbers};
@@ -66,6 +66,12 @@ impl Staging {
     /// The same, without a stop in registers: for a tile that is staged once.
     const fn direct(mut self) -> Self {
         self.prefetch = false;
+        self
+    }
+
+    /// The same, for numbers that are rounded later.
+    pub(crate) const fn unrounded(mut self) -> Self {
+        self.tf32 = None;
         self
     }
 
@@ -269,7 +275,7 @@ pub(crate) fn round_first<E: Float>(tile: &mut Shared<[Chunk<E>]>, #[comptime] s
 /// Rounds the numbers that the unit has copied to a tile from its chunk `slot` on, if they are to be
 /// rounded. They have landed; a `sync_cube` has to follow.
 #[cube]
-pub(crate) fn round_landed<E: Float>(
+fn round_landed<E: Float>(
     tile: &mut Shared<[Chunk<E>]>,
     slot: usize,
     #[comptime] staging: Staging,

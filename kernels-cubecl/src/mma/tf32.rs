@@ -7,8 +7,9 @@
 //! operand, and the right one is read from the same rows.
 //!
 //! Numbers of a tile are rounded once, by the unit that has copied them and before anybody else reads them
-//! ([`super::stage`]), so that no warp repeats it; weights are rounded in their registers. Infinity stays
-//! infinity and NaN stays NaN, and numbers from 3.4e38 on become infinity.
+//! ([`super::stage`]), so that no warp repeats it; weights are rounded in their registers, and so are the
+//! keys and values of the forward pass: a warp reads them once a block, and shared memory is what it waits
+//! for. Infinity stays infinity and NaN stays NaN, and numbers from 3.4e38 on become infinity.
 //!
 //! Unlike parts of numbers, products are added to the sums of a block on the units, which cut what does
 //! not fit: some 1e-5 of a sum over thousands of rows, where rounding operands costs 1e-4.
@@ -97,6 +98,7 @@ pub(crate) fn tf32_dot_products<E: Float>(
         for n in 0..column_tiles {
             let offset = comptime!(16 * (n * 8 * pitch + 4 * k));
             let columns = load_column_tile(b_place, offset, comptime!(steps == 2));
+            let columns = rounded_columns(columns, instructions);
             #[unroll]
             for step in 0..steps {
                 #[unroll]
@@ -112,6 +114,16 @@ pub(crate) fn tf32_dot_products<E: Float>(
     }
 }
 
+/// Right operands, rounded where shared memory has them as they are.
+#[cube]
+fn rounded_columns(columns: Registers, #[comptime] instructions: Instructions) -> Registers {
+    if comptime!(instructions.rounds_columns()) {
+        rounded_numbers(columns, comptime!(instructions.ties().unwrap()))
+    } else {
+        columns
+    }
+}
+
 /// [`add_weighted_rows`](super::fragment::add_weighted_rows) of rounded operands: `rows` holds two
 /// accumulators of each row tile, [`as_operand`].
 #[cube]
@@ -122,6 +134,7 @@ pub(crate) fn add_tf32_rows(
     #[comptime] row_tiles: usize,
     #[comptime] k: usize,
     #[comptime] dim: usize,
+    #[comptime] instructions: Instructions,
 ) {
     let column_tiles = comptime!(dim.div_ceil(8));
     let row_bytes = comptime!(16 * pitch(2 * dim));
