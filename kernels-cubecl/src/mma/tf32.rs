@@ -141,6 +141,7 @@ pub(crate) fn add_tf32_rows(
     #[unroll]
     for n in 0..column_tiles {
         let columns = load_column(b_place, comptime!(16 * k * row_bytes + 32 * n), row_bytes);
+        let columns = rounded_columns(columns, instructions);
         #[unroll]
         for step in 0..2usize {
             #[unroll]
@@ -166,4 +167,63 @@ fn add_product(tile: &mut Accumulator, left: Registers, right: Pair<u32>) {
         products = out(_) products, options(pure, nomem)
     );
     set_sums(tile, by_value::<Vector<f32, Const<4>>>(products));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fragment::lane_along_rows;
+    use super::super::split::lane_along_split_columns;
+
+    /// Where a lane's registers of an `ldmatrix` come from, whose lanes address rows and chunks by `at`:
+    /// row and number of each.
+    fn loaded(lane: usize, at: fn(usize) -> (usize, usize)) -> [(usize, usize); 4] {
+        std::array::from_fn(|matrix| {
+            let (row, chunk) = at(8 * matrix + lane / 4);
+            (row, 4 * chunk + lane % 4)
+        })
+    }
+
+    /// Catches operands that are not where the product wants them: the left one has rows `l / 4` and 8
+    /// further on, of elements `l % 4` and then 4 further on; the right one has column `l / 4` of the same
+    /// elements, here of two products.
+    #[test]
+    fn numbers_are_loaded_to_where_the_product_wants_them() {
+        for lane in 0..32 {
+            let (row, element) = (lane / 4, lane % 4);
+            let left = [0, 1, 2, 3].map(|n| (row + n % 2 * 8, element + n / 2 * 4));
+            assert_eq!(loaded(lane, lane_along_rows), left);
+            let right = [0, 4, 8, 12].map(|further| (row, element + further));
+            assert_eq!(loaded(lane, lane_along_split_columns), right);
+        }
+    }
+
+    /// Catches weights that are multiplied by another row than theirs: element `e` of the product is `c` of
+    /// column pair `e % 4` on the left, and the row of that number on the right.
+    #[test]
+    fn weights_meet_their_rows() {
+        // As `as_left` and `load_column` order them: upper and lower half of the first column, then of
+        // the second; rows `2 (l % 4)` and the next.
+        let mut rows = [usize::MAX; 8];
+        for pair in 0..4 {
+            for register in 0..4 {
+                let (column, element) = (2 * pair + register / 2, pair + register / 2 * 4);
+                assert!(rows[element] == usize::MAX || rows[element] == column);
+                rows[element] = column;
+            }
+            for register in 0..2 {
+                assert_eq!(rows[pair + 4 * register], 2 * pair + register);
+            }
+        }
+        rows.sort_unstable();
+        assert_eq!(rows, [0, 1, 2, 3, 4, 5, 6, 7]);
+    }
+
+    /// Catches numbers that are rounded to infinity and not looked for among hidden ones.
+    #[test]
+    fn what_may_become_infinite_is_looked_for() {
+        let largest = f32::from_bits(0x7F7F_E000);
+        let half = f32::from_bits(0x7F7F_F000);
+        assert_eq!(f64::from(largest), 2.0_f64.powi(128) - 2.0_f64.powi(117));
+        assert!(half.to_bits() & 0x7FFF_0000 >= 0x7F7F_0000);
+    }
 }
