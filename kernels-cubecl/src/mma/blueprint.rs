@@ -480,10 +480,15 @@ const FORWARD_TF32: [(usize, &[Blocks], &[Blocks]); 3] = [
     ),
 ];
 
-const QUERY_GRADIENT_TF32: [(usize, &[Blocks], &[Blocks]); 3] = [
+/// Of either gradient kernel.
+const GRADIENT_TF32: [(usize, &[Blocks], &[Blocks]); 3] = [
     (
         64,
-        &[staged_twice(4, 2, 32), blocks(4, 2, 32), blocks(4, 1, 32)],
+        &[
+            staged_twice(4, 2, 32),
+            staged_twice(4, 1, 32),
+            blocks(4, 1, 32),
+        ],
         &[],
     ),
     (
@@ -494,16 +499,10 @@ const QUERY_GRADIENT_TF32: [(usize, &[Blocks], &[Blocks]); 3] = [
     (256, &[blocks(4, 1, 16), blocks(2, 1, 16)], &[]),
 ];
 
-const KEY_VALUE_GRADIENT_TF32: [(usize, &[Blocks], &[Blocks]); 3] = QUERY_GRADIENT_TF32;
-
 /// The tables of an element type: forward, query gradient, key and value gradients.
 const fn tables(dtype: Dtype, tf32: bool) -> [&'static Table; 3] {
     match dtype {
-        Dtype::F32 if tf32 => [
-            &FORWARD_TF32,
-            &QUERY_GRADIENT_TF32,
-            &KEY_VALUE_GRADIENT_TF32,
-        ],
+        Dtype::F32 if tf32 => [&FORWARD_TF32, &GRADIENT_TF32, &GRADIENT_TF32],
         Dtype::F32 => [&FORWARD_F32, &QUERY_GRADIENT_F32, &KEY_VALUE_GRADIENT_F32],
         Dtype::F16 | Dtype::BF16 => [&FORWARD, &QUERY_GRADIENT, &KEY_VALUE_GRADIENT],
     }

@@ -19,7 +19,7 @@ use super::fragment::{
     Accumulator, Chunk, Instructions, Pair, Place, Registers, by_value, load_block, pitch,
     set_sums, sums_of,
 };
-use super::split::{as_left, load_column, load_column_tile};
+use super::split::{as_left, hold_loads, load_column, load_column_tile};
 use cubecl::prelude::*;
 
 /// Which of two TF32 numbers a number half way between them is rounded to.
@@ -81,6 +81,8 @@ pub(crate) fn tf32_dot_products<E: Float>(
     #[comptime] instructions: Instructions,
 ) {
     let eights = comptime!(dim.div_ceil(8));
+    // Beside the sums of a gradient there are few registers.
+    let crowded = comptime!(!instructions.rounds_columns() && (row_tiles > 1 || column_tiles == 2));
     let pitch = comptime!(pitch(2 * dim));
     #[unroll]
     for k in 0..comptime!(eights.div_ceil(2)) {
@@ -96,6 +98,9 @@ pub(crate) fn tf32_dot_products<E: Float>(
         }
         #[unroll]
         for n in 0..column_tiles {
+            if comptime!(crowded && n % 2 == 0) {
+                hold_loads();
+            }
             let offset = comptime!(16 * (n * 8 * pitch + 4 * k));
             let columns = load_column_tile(b_place, offset, comptime!(steps == 2));
             let columns = rounded_columns(columns, instructions);
