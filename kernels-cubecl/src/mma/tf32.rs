@@ -82,7 +82,7 @@ pub(crate) fn tf32_dot_products<E: Float>(
 ) {
     let eights = comptime!(dim.div_ceil(8));
     // Beside the sums of a gradient there are few registers.
-    let crowded = comptime!(!instructions.rounds_columns() && (row_tiles > 1 || column_tiles == 2));
+    let crowded = comptime!(!instructions.rounds_columns() && row_tiles > 1);
     let pitch = comptime!(pitch(2 * dim));
     #[unroll]
     for k in 0..comptime!(eights.div_ceil(2)) {
