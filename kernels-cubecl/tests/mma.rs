@@ -1,8 +1,9 @@
 //! What the register-fragment family takes and what it declines, on recorded devices.
 
-use flash_attention_spec::{Dtype, Operand, Operands, Options, Problem, Summation};
+use flash_attention_spec::{Dtype, F32Precision, Operand, Operands, Options, Problem, Summation};
 use kernels_cubecl::device::Device;
-use kernels_cubecl::mma::{Blocks, Decline, OnePass, plan};
+use kernels_cubecl::mma::{Blocks, Decline, OnePass, Ties, plan};
+use kernels_cubecl::plan as families;
 
 /// An NVIDIA device as the C++ generator reports it.
 fn nvidia(name: &str, capability: u32, shared_memory: usize) -> Device {
@@ -304,4 +305,93 @@ fn sums_that_no_buffer_holds_take_two_kernels() {
     let bytes = 4 * 5 * 64 * 64 * 4;
     assert!(one_pass(bytes).is_some());
     assert_eq!(one_pass(bytes - 1), None);
+}
+
+/// `problem`, with permission to round to TF32.
+fn permitted(dims: [usize; 2], dtype: Dtype) -> Problem {
+    let mut problem = problem(dims, dtype);
+    problem.f32_precision = F32Precision::Tf32;
+    problem
+}
+
+/// Catches a permission that is not used where it can be, one that is taken without being given, and one
+/// that moves 16-bit kernels.
+#[test]
+fn tf32_is_used_where_it_is_permitted() {
+    for device in devices() {
+        let dims = [64, 64];
+        let rounded = plan(&permitted(dims, Dtype::F32), &device).expect("served");
+        let capability = device.cuda_capability.expect("of NVIDIA");
+        let ties = if capability >= 90 {
+            Ties::Even
+        } else {
+            Ties::Away
+        };
+        assert_eq!(rounded.tf32, Some(ties), "{}", device.hardware);
+        assert_eq!(rounded.f32_precision(), F32Precision::Tf32);
+        let full = plan(&problem(dims, Dtype::F32), &device).expect("served");
+        assert_eq!(full.f32_precision(), F32Precision::Full);
+
+        // What a caller permits is only kept for `f32`.
+        let operand = |heads| Operand::new([1, heads, 300, 64], Dtype::BF16);
+        let operands = Operands::new(operand(4), operand(2), operand(2));
+        let options = Options::new().f32_precision(F32Precision::Tf32);
+        let bf16 = Problem::new(&operands, &options).expect("a valid problem");
+        let bf16 = plan(&bf16, &device).expect("served");
+        assert_eq!(bf16.f32_precision(), F32Precision::Full);
+    }
+}
+
+/// Catches a plan that rounds more than asked for where no kernel rounds to TF32: by the other generator,
+/// and where sums are too long to stay on the units.
+#[test]
+fn tf32_is_a_permission() {
+    let [_, _, mut device] = devices();
+    let dims = permitted([64, 64], Dtype::F32);
+    let blueprint = families::plan(&dims, &device).expect("served");
+    assert_eq!(blueprint.f32_precision(), F32Precision::Tf32);
+    // Other families have no `f32`, and so do not take the problem from this one.
+    assert_eq!(blueprint.forward().family, families::MMA);
+    assert_eq!(blueprint.backward().family, families::MMA);
+
+    let mut long = dims;
+    long.seq_kv = (1 << 16) + 1;
+    let full = plan(&long, &device).expect("served");
+    assert_eq!(full.f32_precision(), F32Precision::Full);
+    long.seq_kv -= 1;
+    let rounded = plan(&long, &device).expect("served");
+    assert_eq!(rounded.f32_precision(), F32Precision::Tf32);
+
+    device.copy_async = false;
+    device.compiler = "llvm";
+    let blueprint = families::plan(&dims, &device).expect("served");
+    assert_eq!(blueprint.forward().family, families::PORTABLE);
+    assert_eq!(blueprint.f32_precision(), F32Precision::Full);
+}
+
+/// Catches a dimension that no blocks of TF32 serve, and blocks that a device cannot hold.
+#[test]
+fn tf32_has_blocks_for_every_dimension() {
+    for device in devices() {
+        for head_dim in 1..=256 {
+            for value_dim in [1, 63, 64, 65, 128, 129, 256] {
+                let problem = permitted([head_dim, value_dim], Dtype::F32);
+                let blueprint = plan(&problem, &device).expect("served");
+                let case = format!("{} {head_dim} {value_dim}: {blueprint:?}", device.hardware);
+                assert!(blueprint.tf32.is_some(), "{case}");
+                for needed in blueprint.shared_memory(&problem) {
+                    assert!(needed <= device.shared_memory, "{case}");
+                }
+                for blocks in [
+                    blueprint.forward,
+                    blueprint.query_gradient,
+                    blueprint.key_value_gradient,
+                ] {
+                    assert!(blocks.walked <= blocks.units(), "{case}: statistics a unit");
+                    // Numbers are not taken apart.
+                    assert!(!blocks.apart, "{case}");
+                }
+            }
+        }
+    }
 }

@@ -5,9 +5,10 @@ use super::apart::in_parts;
 use super::fragment::{Instructions, chunks, pitch};
 use super::one_pass_blueprint::{OnePass, plan_one_pass};
 use super::stage::Staging;
+use super::tf32::Ties;
 use crate::device::{Device, WITHOUT};
 use crate::plan::MMA;
-use flash_attention_spec::{Dtype, Problem};
+use flash_attention_spec::{Dtype, F32Precision, Problem};
 use thiserror::Error;
 
 /// The blocks of one kernel. A cube owns `warps * row_tiles * 16` rows of one side and walks blocks
@@ -63,9 +64,20 @@ pub struct Blueprint {
     pub assembly: bool,
     /// Asynchronous copies; needs assembly text.
     pub asynchronous: bool,
+    /// Of `f32`: rounding of operands to TF32, where a product is one of these; else numbers are split
+    /// and nothing is lost.
+    pub tf32: Option<Ties>,
 }
 
 impl Blueprint {
+    /// How products of `f32` operands are formed.
+    pub const fn f32_precision(&self) -> F32Precision {
+        match self.tf32 {
+            Some(_) => F32Precision::Tf32,
+            None => F32Precision::Full,
+        }
+    }
+
     /// Shared memory of a cube of each kernel, in bytes: forward, query gradient, key and value
     /// gradients.
     pub fn shared_memory(&self, problem: &Problem) -> [usize; 3] {
@@ -138,6 +150,10 @@ pub enum Decline {
 /// the root of the additions, and these many stay at half of what `f32` may be off by.
 const LONGEST_F32: usize = 1 << 17;
 
+/// Terms of a sum of products in TF32: eight at a time are added on the units, which cut 4e-8 of the sum on
+/// the way, and these many keep that below what rounding the operands costs. Longer sums are in full.
+const LONGEST_TF32: usize = 1 << 16;
+
 /// The blueprint of `problem` on `device`.
 ///
 /// # Errors
@@ -189,6 +205,11 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
             expected: LONGEST_F32,
         });
     }
+    let rounded = problem.f32_precision == F32Precision::Tf32 && terms <= LONGEST_TF32;
+    let even = device
+        .cuda_capability
+        .is_some_and(|version| version >= ROUNDS_TO_EVEN);
+    let tf32 = rounded.then_some(if even { Ties::Even } else { Ties::Away });
     let widest = problem.head_dim.max(problem.value_dim);
     let first = |table, shared_memory: fn(&Problem, &Blocks) -> usize| {
         let fits = |cubes: usize| {
@@ -202,7 +223,7 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
         // that has eight.
         fits(2).or_else(|| fits(1))
     };
-    let [forward, query_gradient, key_value_gradient] = tables(problem.dtype);
+    let [forward, query_gradient, key_value_gradient] = tables(problem.dtype, tf32.is_some());
     let forward = first(forward, forward_shared_memory);
     let query_gradient = first(query_gradient, query_gradient_shared_memory);
     let key_value_gradient = first(key_value_gradient, key_value_gradient_shared_memory);
@@ -223,6 +244,7 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
         one_pass: plan_one_pass(problem, device),
         assembly: asynchronous,
         asynchronous,
+        tf32,
     })
 }
 
@@ -260,6 +282,9 @@ pub fn forward_variants(problem: &Problem, device: &Device) -> Result<Vec<Bluepr
 /// A hidden score stays minus infinity times a scale that is not 0, and the largest `f32` is no small
 /// score at a size like this.
 const SMALLEST_SCALE: f32 = 1e-30;
+
+/// The compute capability from which on a number is rounded to TF32 by one instruction, ties to even.
+const ROUNDS_TO_EVEN: u32 = 90;
 
 /// What a cube's shared memory costs beyond its own: a multiprocessor has as much more than a cube
 /// can have.
@@ -437,9 +462,59 @@ const KEY_VALUE_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
     (256, &[blocks(4, 1, 16), blocks(2, 1, 16)], &[]),
 ];
 
+/// Blocks for `f32` rounded to TF32: shared memory as above, registers as 16-bit numbers but for right
+/// operands, which take twice as many.
+const FORWARD_TF32: [(usize, &[Blocks], &[Blocks]); 3] = [
+    (
+        64,
+        &[
+            staged_twice(4, 2, 64),
+            staged_twice(4, 2, 32),
+            blocks(4, 2, 32),
+            blocks(4, 1, 32),
+        ],
+        &[],
+    ),
+    (
+        128,
+        &[
+            staged_twice(8, 2, 32),
+            blocks(4, 2, 32),
+            blocks(4, 1, 32),
+            blocks(4, 1, 16),
+        ],
+        &[],
+    ),
+    (
+        256,
+        &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[],
+    ),
+];
+
+/// Of either gradient kernel.
+const GRADIENT_TF32: [(usize, &[Blocks], &[Blocks]); 3] = [
+    (
+        64,
+        &[
+            staged_twice(4, 2, 32),
+            staged_twice(4, 1, 32),
+            blocks(4, 1, 32),
+        ],
+        &[],
+    ),
+    (
+        128,
+        &[staged_twice(8, 1, 32), blocks(4, 1, 32), blocks(4, 1, 16)],
+        &[],
+    ),
+    (256, &[blocks(4, 1, 16), blocks(2, 1, 16)], &[]),
+];
+
 /// The tables of an element type: forward, query gradient, key and value gradients.
-const fn tables(dtype: Dtype) -> [&'static Table; 3] {
+const fn tables(dtype: Dtype, tf32: bool) -> [&'static Table; 3] {
     match dtype {
+        Dtype::F32 if tf32 => [&FORWARD_TF32, &GRADIENT_TF32, &GRADIENT_TF32],
         Dtype::F32 => [&FORWARD_F32, &QUERY_GRADIENT_F32, &KEY_VALUE_GRADIENT_F32],
         Dtype::F16 | Dtype::BF16 => [&FORWARD, &QUERY_GRADIENT, &KEY_VALUE_GRADIENT],
     }
@@ -538,6 +613,8 @@ pub(crate) struct Config {
     pub assembly: bool,
     pub asynchronous: bool,
     pub dtype: Dtype,
+    /// Rounding of operands to TF32.
+    pub tf32: Option<Ties>,
 }
 
 impl Config {
@@ -559,6 +636,7 @@ impl Config {
             assembly: blueprint.assembly,
             asynchronous: blueprint.asynchronous,
             dtype: problem.dtype,
+            tf32: blueprint.tf32,
         }
     }
 
@@ -572,10 +650,12 @@ impl Config {
         self.plain() && self.negative
     }
 
-    /// The exponent bits of the elements in a word of a walked tile.
+    /// The bits of infinity for the elements in a word of a walked tile, or of numbers that may be rounded
+    /// to it: rows that hold one are not multiplied by weights of 0.
     pub(crate) const fn exponent(&self) -> u32 {
         match self.dtype {
             Dtype::F32 if self.blocks.apart => 0x7F80_7F80,
+            Dtype::F32 if self.tf32.is_some() => 0x7F7F_0000,
             Dtype::F32 => 0x7F80_0000,
             Dtype::F16 => 0x7C00_7C00,
             Dtype::BF16 => 0x7F80_7F80,
@@ -583,13 +663,17 @@ impl Config {
     }
 
     pub(crate) const fn instructions(&self) -> Instructions {
-        match self.dtype {
-            Dtype::F32 => Instructions::SplitF32 {
+        match (self.dtype, self.tf32) {
+            (Dtype::F32, Some(ties)) => Instructions::Tf32 {
+                ties,
+                columns: false,
+            },
+            (Dtype::F32, None) => Instructions::SplitF32 {
                 apart: self.blocks.apart,
             },
             _ if !self.assembly => Instructions::Generated,
-            Dtype::F16 => Instructions::AssemblyF16,
-            Dtype::BF16 => Instructions::AssemblyBF16,
+            (Dtype::F16, _) => Instructions::AssemblyF16,
+            (Dtype::BF16, _) => Instructions::AssemblyBF16,
         }
     }
 
@@ -657,6 +741,7 @@ impl Config {
             units: self.blocks.units(),
             vector: self.vector,
             halved: self.halved(),
+            tf32: self.tf32,
             asynchronous: self.asynchronous && self.vector == 8,
             prefetch: self.blocks.prefetch && self.vector == 8,
         }

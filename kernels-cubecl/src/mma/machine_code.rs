@@ -12,7 +12,7 @@ use crate::machine_code::{
 };
 use cubecl::ir::{AddressType, ElemType, UIntKind};
 use cubecl::prelude::CubeKernel;
-use flash_attention_spec::{Dtype, Summation};
+use flash_attention_spec::{Dtype, F32Precision, Summation};
 
 /// The kernels of the family, and what chooses between their forms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,8 +49,9 @@ const OLDEST: u32 = 80;
 fn of_device(device: &Device) -> Vec<Specimen> {
     let mut all = Vec::new();
     for (kernel, dim) in KERNELS.into_iter().flat_map(|k| HEADS.map(|dim| (k, dim))) {
-        let mut add = |options: Options, dtype: Dtype, vector: usize| {
-            let problem = options.problem([dim, dim], dtype);
+        let mut add_rounded = |options: Options, dtype: Dtype, vector: usize, precision| {
+            let mut problem = options.problem([dim, dim], dtype);
+            problem.f32_precision = precision;
             let blueprint = plan(&problem, device).expect("served");
             if let Some(blocks) = kernel.blocks(&blueprint) {
                 let config = Config::of(&problem, &blueprint, blocks, vector);
@@ -70,6 +71,17 @@ fn of_device(device: &Device) -> Vec<Specimen> {
                     all.push(one_pass_specimen(unordered, config, options, dtype));
                 }
             }
+        };
+        if device.copy_async {
+            let tf32 = F32Precision::Tf32;
+            add_rounded(Options::NONE, Dtype::F32, 8, tf32);
+            if dim == HEADS_OF_EVERY_FORM {
+                add_rounded(Options::ALL, Dtype::F32, 8, tf32);
+                add_rounded(Options::NONE, Dtype::F32, 2, tf32);
+            }
+        }
+        let mut add = |options, dtype, vector| {
+            add_rounded(options, dtype, vector, F32Precision::Full);
         };
         add(Options::NONE, Dtype::BF16, 8);
         if device.copy_async {
@@ -127,7 +139,11 @@ impl Kernel {
             "mma {kernel} {dtype} d{}v{} {warps}x{row_tiles}x16 by {walked} stages {stages}{}{copies}{}",
             config.head_dim,
             config.value_dim,
-            if apart { " apart" } else { "" },
+            match (apart, config.tf32) {
+                (true, _) => " apart",
+                (_, Some(_)) => " rounded",
+                (_, None) => "",
+            },
             options.suffix(),
         );
         Specimen::new(name, move |offline| match self {

@@ -38,7 +38,7 @@
 //!
 //! `f32` operands go through the same kernels in three parts each, which `split.rs` explains, by the
 //! generator that takes assembly text. Where there is room the gradients' walked rows are taken apart once
-//! a block, which `apart.rs` does.
+//! a block, which `apart.rs` does. Where a problem permits it they are rounded to TF32 instead: `tf32.rs`.
 //!
 //! One source for both of CubeCL's CUDA generators. Where asynchronous copies are missing a block
 //! waits in registers while the one before it is worked on. Shared tiles have an odd pitch of
@@ -63,6 +63,7 @@ mod query_sums;
 mod softmax;
 mod split;
 mod stage;
+mod tf32;
 mod turns;
 mod weights;
 
@@ -71,3 +72,4 @@ pub use launch::{attention_backward, attention_forward};
 #[cfg(feature = "machine-code")]
 pub(crate) use machine_code::specimens;
 pub use one_pass_blueprint::OnePass;
+pub use tf32::Ties;
