@@ -123,11 +123,13 @@ fn rows_that_are_taken_apart_have_room_for_both() {
     let dims = problem([128, 128], Dtype::F32);
     let blueprint = plan(&dims, &devices()[2]).expect("served");
     // Pitches in chunks: 32 of a whole row and 48 of its parts, and one more.
-    let tiles = 2 * (128 * 33 + 32 * (33 + 49)) * 16;
-    let flags = 33 * 4 + 128;
+    let needed = |walked: usize, statistics: usize| {
+        let tiles = 2 * (128 * 33 + walked * (33 + 49)) * 16;
+        tiles + statistics * 3 * 4 + (walked + 1) * 4 + 128
+    };
     let [_, query, key_value] = blueprint.shared_memory(&dims);
-    assert_eq!(query, tiles + 128 * 3 * 4 + flags);
-    assert_eq!(key_value, tiles + 32 * 3 * 4 + flags);
+    assert_eq!(query, needed(32, 128));
+    assert_eq!(key_value, needed(16, 16));
     for device in devices() {
         for dim in 1..=256 {
             let blueprint = plan(&problem([dim, dim], Dtype::F32), &device).expect("served");

@@ -2,7 +2,7 @@
 //! data.
 
 use super::apart::in_parts;
-use super::fragment::{Instructions, chunks, pitch};
+use super::fragment::{CHUNK, Instructions, chunks, pitch};
 use super::stage::Staging;
 use crate::device::Device;
 use flash_attention_spec::{Dtype, Problem};
@@ -365,7 +365,7 @@ const FORWARD_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
     ),
     (
         128,
-        &[blocks(4, 2, 32), blocks(4, 1, 32), blocks(4, 1, 16)],
+        &[blocks(4, 2, 16), blocks(4, 1, 32), blocks(4, 1, 16)],
         &[],
     ),
     (
@@ -400,28 +400,20 @@ const QUERY_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
     (256, &[blocks(4, 1, 16), blocks(2, 1, 16)], &[]),
 ];
 
-const KEY_VALUE_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
+/// Both sums beside probabilities and their gradients leave few registers.
+const KEY_VALUE_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 4] = [
     (
         64,
         &[
-            taken_apart(4, 2, 32),
+            taken_apart(8, 1, 32),
             staged_twice(4, 2, 32),
             blocks(4, 2, 32),
             blocks(4, 1, 32),
         ],
         &[],
     ),
-    (
-        128,
-        &[
-            taken_apart(8, 1, 32),
-            taken_apart(4, 1, 16),
-            staged_twice(4, 1, 16),
-            blocks(4, 1, 32),
-            blocks(4, 1, 16),
-        ],
-        &[],
-    ),
+    (96, &[taken_apart(8, 1, 16), taken_apart(4, 1, 16)], &[]),
+    (128, &[taken_apart(8, 1, 16), blocks(4, 1, 16)], &[]),
     (256, &[blocks(4, 1, 16), blocks(2, 1, 16)], &[]),
 ];
 
@@ -519,6 +511,7 @@ pub(crate) struct Config {
     /// Elements of a load: 8, 4 or 2, or 1 for rows of any stride. Halves of `f32` come two at least, and
     /// two are for rows of any stride.
     pub vector: usize,
+    pub masked: bool,
     pub capped: bool,
     pub biased: bool,
     /// The scale is negative: the largest score belongs to the smallest dot product.
@@ -537,10 +530,16 @@ impl Config {
         vector: usize,
     ) -> Self {
         Self {
-            blocks,
+            // Where a copy is no whole chunk, what it takes leaves too few registers for taking rows apart
+            // together.
+            blocks: Blocks {
+                apart: blocks.apart && vector == CHUNK,
+                ..blocks
+            },
             head_dim: problem.head_dim,
             value_dim: problem.value_dim,
             vector,
+            masked: problem.mask.is_some(),
             capped: problem.softcap.is_some(),
             biased: problem.bias.is_some(),
             negative: problem.scale < 0.0,
@@ -553,6 +552,15 @@ impl Config {
     /// Whether the score of a visible key is its dot product times the scale.
     pub(crate) const fn plain(&self) -> bool {
         !self.capped && !self.biased
+    }
+
+    /// Whether registers are scarce, and what follows from a unit's number is found out again where it is
+    /// needed: all but plain kernels of 16-bit numbers, whose rows of a copy are a power of two of chunks.
+    pub(crate) const fn crowded(&self) -> bool {
+        let even =
+            chunks(self.head_dim).is_power_of_two() && chunks(self.value_dim).is_power_of_two();
+        let options = self.masked || self.capped || self.biased;
+        self.assembly && (self.halved() || options || self.vector < CHUNK || !even)
     }
 
     /// Whether the largest score belongs to the smallest value that the softmax compares.
@@ -645,6 +653,7 @@ impl Config {
             units: self.blocks.units(),
             vector: self.vector,
             halved: self.halved(),
+            crowded: self.crowded(),
             asynchronous: self.asynchronous && self.vector == 8,
             prefetch: self.blocks.prefetch && self.vector == 8,
         }
