@@ -318,8 +318,11 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
         // What options need for every score takes registers, a mask's addresses most: alone it is read for
         // all scores at once.
         (..=128, ..=128) if problem.mask.is_some() => {
-            let widest = if problem.bias.is_some() { 80 } else { 64 };
-            vec![form(3, widest, 2), form(2, 128, 2), form(2, 64, 2)]
+            if problem.bias.is_some() {
+                vec![form(3, 80, 2), form(2, 128, 2), form(2, 64, 2)]
+            } else {
+                vec![form(3, 48, 2), form(2, 80, 2), form(2, 64, 2)]
+            }
         }
         (..=128, ..=128) => vec![form(3, 96, 2), form(2, 128, 2), form(2, 64, 2)],
         (..=256, ..=128) | (..=192, ..=192) => vec![form(2, 96, 2), form(2, 64, 2)],

@@ -191,7 +191,7 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
         // that has eight.
         fits(2).or_else(|| fits(1))
     };
-    let [forward, query_gradient, key_value_gradient] = tables(problem.dtype);
+    let [forward, query_gradient, key_value_gradient] = tables(problem, device);
     let forward = first(forward, forward_shared_memory);
     let query_gradient = first(query_gradient, query_gradient_shared_memory);
     let key_value_gradient = first(key_value_gradient, key_value_gradient_shared_memory);
@@ -325,7 +325,7 @@ const QUERY_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
     (
         128,
         &[staged_twice(4, 2, 32), blocks(4, 1, 64), blocks(4, 1, 32)],
-        &[blocks(4, 1, 64), blocks(4, 1, 32)],
+        &[blocks(4, 1, 48), blocks(4, 1, 32)],
     ),
     (
         256,
@@ -343,13 +343,66 @@ const KEY_VALUE_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
     (
         128,
         &[staged_twice(4, 1, 64), blocks(4, 1, 64), blocks(4, 1, 32)],
-        &[blocks(4, 1, 32)],
+        &[blocks(4, 1, 16)],
     ),
     (
         256,
         &[staged_twice(4, 1, 32), blocks(4, 1, 32), blocks(4, 1, 16)],
         &[blocks(4, 1, 16)],
     ),
+];
+
+/// Forward blocks where a mask is read alone, for all scores at once; with a bias they are read in turns.
+const FORWARD_MASKED: [(usize, &[Blocks], &[Blocks]); 4] = [
+    FORWARD[0],
+    FORWARD[1],
+    (
+        128,
+        &[staged_twice(4, 1, 64), blocks(4, 1, 64), blocks(4, 1, 32)],
+        FORWARD[2].2,
+    ),
+    FORWARD[3],
+];
+
+/// Blocks of the gradients with options: the cap's derivative needs dot products beside probabilities and
+/// their gradients, and masks and biases addresses.
+const QUERY_GRADIENT_OPTIONS: [(usize, &[Blocks], &[Blocks]); 3] = [
+    (
+        64,
+        &[staged_twice(4, 2, 32), blocks(4, 1, 32)],
+        QUERY_GRADIENT[0].2,
+    ),
+    (
+        128,
+        &[staged_twice(4, 1, 32), blocks(4, 1, 32)],
+        QUERY_GRADIENT[1].2,
+    ),
+    QUERY_GRADIENT[2],
+];
+
+const KEY_VALUE_GRADIENT_OPTIONS: [(usize, &[Blocks], &[Blocks]); 3] = [
+    (
+        64,
+        &[staged_twice(4, 1, 64), blocks(4, 1, 32)],
+        KEY_VALUE_GRADIENT[0].2,
+    ),
+    (
+        128,
+        &[staged_twice(4, 1, 32), blocks(4, 1, 32)],
+        KEY_VALUE_GRADIENT[1].2,
+    ),
+    KEY_VALUE_GRADIENT[2],
+];
+
+/// The same where a mask is read alone, on compute capability 9.0.
+const KEY_VALUE_GRADIENT_MASKED: [(usize, &[Blocks], &[Blocks]); 3] = [
+    KEY_VALUE_GRADIENT_OPTIONS[0],
+    (
+        128,
+        &[staged_twice(4, 1, 16), blocks(4, 1, 16)],
+        KEY_VALUE_GRADIENT_OPTIONS[1].2,
+    ),
+    KEY_VALUE_GRADIENT_OPTIONS[2],
 ];
 
 /// Blocks for `f32`: rows take twice the shared memory, and a lane holds its operands in parts. A
@@ -417,11 +470,24 @@ const KEY_VALUE_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 4] = [
     (256, &[blocks(4, 1, 16), blocks(2, 1, 16)], &[]),
 ];
 
-/// The tables of an element type: forward, query gradient, key and value gradients.
-const fn tables(dtype: Dtype) -> [&'static Table; 3] {
-    match dtype {
-        Dtype::F32 => [&FORWARD_F32, &QUERY_GRADIENT_F32, &KEY_VALUE_GRADIENT_F32],
-        Dtype::F16 | Dtype::BF16 => [&FORWARD, &QUERY_GRADIENT, &KEY_VALUE_GRADIENT],
+/// The tables of a problem on a device: forward, query gradient, key and value gradients.
+fn tables(problem: &Problem, device: &Device) -> [&'static Table; 3] {
+    if problem.dtype == Dtype::F32 {
+        return [&FORWARD_F32, &QUERY_GRADIENT_F32, &KEY_VALUE_GRADIENT_F32];
+    }
+    let (masked, biased) = (problem.mask.is_some(), problem.bias.is_some());
+    let alone = masked && !biased;
+    let forward: &Table = if alone { &FORWARD_MASKED } else { &FORWARD };
+    if alone && device.cuda_capability >= Some(90) {
+        [forward, &QUERY_GRADIENT_OPTIONS, &KEY_VALUE_GRADIENT_MASKED]
+    } else if masked || biased || problem.softcap.is_some() {
+        [
+            forward,
+            &QUERY_GRADIENT_OPTIONS,
+            &KEY_VALUE_GRADIENT_OPTIONS,
+        ]
+    } else {
+        [forward, &QUERY_GRADIENT, &KEY_VALUE_GRADIENT]
     }
 }
 
@@ -530,11 +596,17 @@ impl Config {
         vector: usize,
     ) -> Self {
         Self {
-            // Where a copy is no whole chunk, what it takes leaves too few registers for taking rows apart
-            // together.
-            blocks: Blocks {
-                apart: blocks.apart && vector == CHUNK,
-                ..blocks
+            // Copies that are no whole chunks take registers, and do not run beside the products: rows need no
+            // place to land in meanwhile. Of `walked` a launch knows nothing.
+            blocks: if vector == CHUNK {
+                blocks
+            } else {
+                Blocks {
+                    apart: false,
+                    stages: 1,
+                    walked: blocks.walked.min(32),
+                    ..blocks
+                }
             },
             head_dim: problem.head_dim,
             value_dim: problem.value_dim,

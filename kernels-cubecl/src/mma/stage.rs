@@ -212,11 +212,7 @@ pub(crate) fn land<E: Float, N: Size>(
         let width = comptime!(chunks(staging.dim));
         // Of an unknown number of steps: compilers would unroll them, and have the elements of all chunks on
         // their way at once.
-        for index in range_stepped(
-            unit(staging.crowded) as usize,
-            staging.chunks(),
-            staging.units,
-        ) {
+        for index in range_stepped(UNIT_POS as usize, staging.chunks(), staging.units) {
             let (row, chunk) = (index / width, index % width);
             let to = slot + row * comptime!(pitch(staging.dim)) + chunk;
             tile[to] = load_chunk(x, rows, first_row + row as i32, chunk, staging);
