@@ -597,7 +597,7 @@ impl Config {
     ) -> Self {
         Self {
             // Copies that are no whole chunks take registers, and do not run beside the products: rows need no
-            // place to land in meanwhile. Of `walked` a launch knows nothing.
+            // place to land in meanwhile. Launches depend on the owned rows alone.
             blocks: if vector == CHUNK {
                 blocks
             } else {
