@@ -1,5 +1,6 @@
 //! What a device can do, as plain data read once from its client.
 
+use crate::plan::{HOPPER, MMA};
 use cubecl::features::{MmaConfig, Tma, TypeUsage};
 use cubecl::ir::{DeviceProperties, ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -43,6 +44,27 @@ pub struct Device {
     pub cuda_capability: Option<u32>,
     /// Copies by tensor map between global and shared memory.
     pub tensor_copies: bool,
+    /// Kernel families that plans leave out: what [`WITHOUT`] asks for.
+    pub left_out: Vec<&'static str>,
+}
+
+/// Environment variable with the names of kernel families to leave out, separated by commas, so that a
+/// family can be tested and measured where a faster one would serve: `hopper`, `mma`.
+///
+/// It is read once for each device. Other names are a panic that tells them: a measurement would be of
+/// something else than was asked for.
+pub const WITHOUT: &str = "BURN_FLASH_ATTENTION_WITHOUT";
+
+/// The families that a list names.
+fn families(list: &str) -> Vec<&'static str> {
+    let names = list.split(',').map(str::trim);
+    let family = |name| {
+        [HOPPER, MMA]
+            .into_iter()
+            .find(|&family| family == name)
+            .unwrap_or_else(|| panic!("{WITHOUT} names {name}, expected {HOPPER} or {MMA}"))
+    };
+    names.filter(|name| !name.is_empty()).map(family).collect()
 }
 
 /// The CubeCL element type of `dtype`.
@@ -57,7 +79,11 @@ pub fn elem_type(dtype: Dtype) -> ElemType {
 impl Device {
     /// Reads the limits of `client`'s device.
     pub fn read(client: &Client) -> Self {
-        Self::describe(client.name(), client.properties())
+        let list = std::env::var(WITHOUT).unwrap_or_default();
+        Self {
+            left_out: families(&list),
+            ..Self::describe(client.name(), client.properties())
+        }
     }
 
     /// The limits in `properties`, as the runtime of that name reports them.
@@ -108,6 +134,7 @@ impl Device {
                 .strip_prefix("ptx_sm")
                 .and_then(|version| version.parse().ok()),
             tensor_copies: properties.features.tma.contains(Tma::Base),
+            left_out: Vec::new(),
         }
     }
 }
@@ -122,5 +149,25 @@ fn compiler(runtime: &'static str, copy_async: bool) -> &'static str {
         "cuda" if copy_async => "cuda c++",
         "cuda" | "cpu" | "hip" => "llvm",
         other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Catches a list that leaves out nothing, or what it does not name.
+    #[test]
+    fn lists_name_families() {
+        assert_eq!(families(""), Vec::<&str>::new());
+        assert_eq!(families("hopper"), [HOPPER]);
+        assert_eq!(families(" mma, hopper,"), [MMA, HOPPER]);
+    }
+
+    /// Catches a misspelt family that would be measured all the same.
+    #[test]
+    #[should_panic(expected = "names Hopper, expected hopper or mma")]
+    fn unknown_families_are_told() {
+        families("Hopper");
     }
 }

@@ -7,7 +7,7 @@ use crate::plan::{Blueprint, HOPPER, MMA, PORTABLE};
 use crate::portable;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use flash_attention_spec::{Problem, Wanted};
+use flash_attention_spec::{F32Precision, Problem, Wanted};
 
 /// The output `[batch, heads, seq_q, value_dim]` and the statistics `[2, batch, heads, seq_q]` in
 /// `f32` (row maximum, logarithm of the sum of `exp(score - maximum)`), both packed.
@@ -31,7 +31,7 @@ pub fn attention_forward(
     }
     match &blueprint.mma {
         Ok(mma) => {
-            log::debug!("forward by {MMA}");
+            log::debug!("forward by {MMA}{}", rounding(mma));
             mma::attention_forward(client, problem, mma, operands)
         }
         Err(reason) => {
@@ -80,7 +80,7 @@ pub fn attention_backward(
     }
     match &blueprint.mma {
         Ok(mma) => {
-            log::debug!("backward by {MMA}");
+            log::debug!("backward by {MMA}{}", rounding(mma));
             mma::attention_backward(
                 client,
                 problem,
@@ -108,5 +108,13 @@ pub fn attention_backward(
                 wanted,
             )
         }
+    }
+}
+
+/// What the log says of products that are not in full.
+fn rounding(mma: &mma::Blueprint) -> &'static str {
+    match mma.f32_precision() {
+        F32Precision::Full => "",
+        F32Precision::Tf32 => ", f32 rounded to TF32",
     }
 }

@@ -8,7 +8,7 @@ use crate::hopper;
 use crate::mma;
 use crate::portable;
 use crate::portable::Tile;
-use flash_attention_spec::{Dtype, Problem};
+use flash_attention_spec::{Dtype, F32Precision, Problem};
 use thiserror::Error;
 
 /// Name of the register-tile family that serves every device.
@@ -143,13 +143,27 @@ impl Blueprint {
             };
         }
         match &self.mma {
-            Ok(mma) => Served {
-                family: MMA,
-                block_q: mma.query_gradient.owned(),
-                block_kv: mma.query_gradient.walked,
+            Ok(mma) => match mma.one_pass {
+                Some(one_pass) => Served {
+                    family: MMA,
+                    block_q: one_pass.walked,
+                    block_kv: one_pass.owned(),
+                },
+                None => Served {
+                    family: MMA,
+                    block_q: mma.query_gradient.owned(),
+                    block_kv: mma.query_gradient.walked,
+                },
             },
             Err(_) => Served::portable(self.portable.backward),
         }
+    }
+
+    /// How products of `f32` operands are formed: in full, also where a problem permits less and the
+    /// families that serve it have no faster form.
+    pub fn f32_precision(&self) -> F32Precision {
+        let mma = self.mma.as_ref();
+        mma.map_or(F32Precision::Full, mma::Blueprint::f32_precision)
     }
 
     /// Families that declined, each with its reason.

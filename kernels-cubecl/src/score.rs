@@ -32,6 +32,22 @@ pub(crate) struct ScoreRow {
     pub bias_base: usize,
 }
 
+/// The row of query `i` where there is no mask and no bias.
+#[cube]
+pub(crate) fn band_row(i: i32, geometry: &Geometry) -> ScoreRow {
+    let first = first_key(i, geometry.offset, geometry.left);
+    let mut end = end_key(i, geometry.offset, geometry.right);
+    end = select(end > geometry.seq_kv, geometry.seq_kv, end);
+    end = select(i < geometry.seq_q, end, first);
+    ScoreRow {
+        first,
+        end,
+        origin: 0i32,
+        mask_base: 0usize,
+        bias_base: 0usize,
+    }
+}
+
 /// The row of query `i`.
 #[cube]
 pub(crate) fn score_row<E: Float, M: Int>(
@@ -42,10 +58,7 @@ pub(crate) fn score_row<E: Float, M: Int>(
     bias: &ComptimeOption<&Tensor<E>>,
     geometry: &Geometry,
 ) -> ScoreRow {
-    let first = first_key(i, geometry.offset, geometry.left);
-    let mut end = end_key(i, geometry.offset, geometry.right);
-    end = select(end > geometry.seq_kv, geometry.seq_kv, end);
-    end = select(i < geometry.seq_q, end, first);
+    let band = band_row(i, geometry);
     let mut mask_base = 0usize;
     #[comptime]
     match mask {
@@ -65,8 +78,8 @@ pub(crate) fn score_row<E: Float, M: Int>(
         ComptimeOption::None => {}
     }
     ScoreRow {
-        first,
-        end,
+        first: band.first,
+        end: band.end,
         origin: 0i32,
         mask_base,
         bias_base,

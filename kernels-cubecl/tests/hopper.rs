@@ -1,11 +1,12 @@
 //! What the Hopper family takes and what it declines, on recorded devices and layouts.
 
 use flash_attention_spec::{Dtype, Operand, Operands, Options, Problem, Summation};
-use kernels_cubecl::device::Device;
+use kernels_cubecl::device::{Device, WITHOUT};
 use kernels_cubecl::hopper::{
     Declined, Division, GradientBlueprint, check_layout, gradient_variants, plan_backward,
     plan_forward, variants,
 };
+use kernels_cubecl::plan::{HOPPER, MMA, PORTABLE, plan};
 
 /// As an NVIDIA H200 reports itself.
 fn h200() -> Device {
@@ -27,6 +28,7 @@ fn h200() -> Device {
         copy_async: true,
         cuda_capability: Some(90),
         tensor_copies: true,
+        left_out: Vec::new(),
     }
 }
 
@@ -266,4 +268,27 @@ fn only_layouts_of_the_copy_engine_pass() {
     assert!(!check([25_600, 0, 64, 1], 0), "expanded heads");
     assert!(!check([25_600, 6_400, 1, 100], 0), "transposed");
     assert!(check_layout("key", [1, 1, 100, 64], [0, 3, 64, 1], 0).is_ok());
+}
+
+/// Catches a family that serves although it was left out, and one that leaves without its reason.
+#[test]
+fn a_family_that_is_left_out_leaves_the_problem_to_the_next() {
+    let problem = problem([300, 500], [64, 64], Dtype::BF16, Options::default());
+    let mut device = Device {
+        mma_shapes: vec!["16x8x16 bf16 -> f32".to_string()],
+        ldmatrix: vec![Dtype::BF16],
+        ..h200()
+    };
+    let served = |device: &Device| {
+        let blueprint = plan(&problem, device).unwrap();
+        (blueprint.forward().family, blueprint.backward().family)
+    };
+    assert_eq!(served(&device), (HOPPER, HOPPER));
+    device.left_out = vec![HOPPER];
+    assert_eq!(served(&device), (MMA, MMA));
+    device.left_out = vec![HOPPER, MMA];
+    assert_eq!(served(&device), (PORTABLE, PORTABLE));
+    let reason = format!("left out by {WITHOUT}");
+    let declined = plan(&problem, &device).unwrap().declined();
+    assert_eq!(declined, [(HOPPER, reason.clone()), (MMA, reason)]);
 }

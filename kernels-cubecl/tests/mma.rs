@@ -1,8 +1,9 @@
 //! What the register-fragment family takes and what it declines, on recorded devices.
 
-use flash_attention_spec::{Dtype, Operand, Operands, Options, Problem};
+use flash_attention_spec::{Dtype, F32Precision, Operand, Operands, Options, Problem, Summation};
 use kernels_cubecl::device::Device;
-use kernels_cubecl::mma::{Blocks, Decline, plan};
+use kernels_cubecl::mma::{Blocks, Decline, OnePass, Ties, plan};
+use kernels_cubecl::plan as families;
 
 /// An NVIDIA device as the C++ generator reports it.
 fn nvidia(name: &str, capability: u32, shared_memory: usize) -> Device {
@@ -25,6 +26,7 @@ fn nvidia(name: &str, capability: u32, shared_memory: usize) -> Device {
         copy_async: true,
         cuda_capability: Some(capability),
         tensor_copies: capability >= 90,
+        left_out: Vec::new(),
     }
 }
 
@@ -73,6 +75,14 @@ fn every_dimension_is_served_on_every_device() {
                     ] {
                         assert!(blocks.walked.is_multiple_of(16), "{case}");
                         assert!(blocks.walked <= blocks.units(), "{case}: statistics a unit");
+                    }
+                    if let Some(one_pass) = blueprint.one_pass {
+                        let needed = one_pass.shared_memory(&problem);
+                        assert!(needed <= device.shared_memory, "{case}");
+                        assert!(
+                            one_pass.walked <= one_pass.units(),
+                            "{case}: statistics a unit"
+                        );
                     }
                     assert_eq!(blueprint.asynchronous, copy_async);
                     assert!(!blueprint.asynchronous || blueprint.assembly);
@@ -240,4 +250,174 @@ fn long_sums_of_f32_are_declined() {
     assert!(long(65_536, 5, Dtype::F32).is_ok());
     assert!(long(65_537, 5, Dtype::F32).is_err());
     assert!(long(131_073, 131_073, Dtype::BF16).is_ok());
+}
+
+/// Catches heads of models that fall back to two kernels where one pass fits, and blocks that share a
+/// multiprocessor on paper only.
+#[test]
+fn one_pass_serves_common_heads() {
+    let [a100, rtx_4090, h200] = devices();
+    let form = |dim, device: &Device| {
+        let blueprint = plan(&problem([dim, dim], Dtype::BF16), device).expect("served");
+        let form = |one_pass: OnePass| (one_pass.owned(), one_pass.sides, one_pass.stages);
+        blueprint.one_pass.map(form)
+    };
+    for (dim, expected) in [
+        (
+            64,
+            [Some((128, 1, 1)), Some((128, 2, 1)), Some((128, 1, 2))],
+        ),
+        (96, [Some((128, 2, 2)), None, Some((128, 2, 2))]),
+        (128, [Some((128, 2, 1)), None, Some((128, 2, 2))]),
+        (192, [Some((64, 4, 1)), None, Some((64, 4, 2))]),
+        (256, [Some((64, 4, 1)), None, Some((64, 4, 2))]),
+        // Features that eight warps cannot divide among themselves in whole tiles.
+        (80, [None, None, None]),
+        (72, [None, None, None]),
+    ] {
+        let found = [&a100, &rtx_4090, &h200].map(|device| form(dim, device));
+        assert_eq!(found, expected, "{dim}");
+    }
+    let problem = problem([64, 64], Dtype::BF16);
+    for device in [&a100, &h200] {
+        let one_pass = plan(&problem, device).expect("served").one_pass.unwrap();
+        assert_eq!(one_pass.warps, 4);
+        let needed = 2 * (one_pass.shared_memory(&problem) + 1024);
+        assert!(needed <= device.shared_memory + 1024);
+    }
+}
+
+/// Catches a blueprint that drops the order of additions, and instructions of a newer device or of the
+/// other generator.
+#[test]
+fn one_pass_knows_its_order_and_its_device() {
+    let [a100, _, h200] = devices();
+    for summation in [Summation::Reproducible, Summation::Unordered] {
+        let mut problem = problem([128, 128], Dtype::F16);
+        problem.summation = summation;
+        for (device, wide) in [(&a100, false), (&h200, true)] {
+            let one_pass = plan(&problem, device).expect("served").one_pass.unwrap();
+            assert_eq!((one_pass.summation, one_pass.wide), (summation, wide));
+        }
+        let other = Device {
+            copy_async: false,
+            ..h200.clone()
+        };
+        let one_pass = plan(&problem, &other).expect("served").one_pass.unwrap();
+        assert!(!one_pass.wide);
+    }
+    assert_eq!(
+        plan(&problem([64, 64], Dtype::F32), &a100)
+            .unwrap()
+            .one_pass,
+        None
+    );
+}
+
+/// Catches sums of the query gradient in a buffer that the device does not have.
+#[test]
+fn sums_that_no_buffer_holds_take_two_kernels() {
+    let [_, _, h200] = devices();
+    let one_pass = |max_buffer| {
+        let device = Device {
+            max_buffer,
+            ..h200.clone()
+        };
+        plan(&problem([64, 64], Dtype::F16), &device)
+            .unwrap()
+            .one_pass
+    };
+    // 4 heads of 5 blocks of 64 queries.
+    let bytes = 4 * 5 * 64 * 64 * 4;
+    assert!(one_pass(bytes).is_some());
+    assert_eq!(one_pass(bytes - 1), None);
+}
+
+/// `problem`, with permission to round to TF32.
+fn permitted(dims: [usize; 2], dtype: Dtype) -> Problem {
+    let mut problem = problem(dims, dtype);
+    problem.f32_precision = F32Precision::Tf32;
+    problem
+}
+
+/// Catches a permission that is not used where it can be, one that is taken without being given, and one
+/// that moves 16-bit kernels.
+#[test]
+fn tf32_is_used_where_it_is_permitted() {
+    for device in devices() {
+        let dims = [64, 64];
+        let rounded = plan(&permitted(dims, Dtype::F32), &device).expect("served");
+        let capability = device.cuda_capability.expect("of NVIDIA");
+        let ties = if capability >= 90 {
+            Ties::Even
+        } else {
+            Ties::Away
+        };
+        assert_eq!(rounded.tf32, Some(ties), "{}", device.hardware);
+        assert_eq!(rounded.f32_precision(), F32Precision::Tf32);
+        let full = plan(&problem(dims, Dtype::F32), &device).expect("served");
+        assert_eq!(full.f32_precision(), F32Precision::Full);
+
+        // What a caller permits is only kept for `f32`.
+        let operand = |heads| Operand::new([1, heads, 300, 64], Dtype::BF16);
+        let operands = Operands::new(operand(4), operand(2), operand(2));
+        let options = Options::new().f32_precision(F32Precision::Tf32);
+        let bf16 = Problem::new(&operands, &options).expect("a valid problem");
+        let bf16 = plan(&bf16, &device).expect("served");
+        assert_eq!(bf16.f32_precision(), F32Precision::Full);
+    }
+}
+
+/// Catches a plan that rounds more than asked for where no kernel rounds to TF32: by the other generator,
+/// and where sums are too long to stay on the units.
+#[test]
+fn tf32_is_a_permission() {
+    let [_, _, mut device] = devices();
+    let dims = permitted([64, 64], Dtype::F32);
+    let blueprint = families::plan(&dims, &device).expect("served");
+    assert_eq!(blueprint.f32_precision(), F32Precision::Tf32);
+    // Other families have no `f32`, and so do not take the problem from this one.
+    assert_eq!(blueprint.forward().family, families::MMA);
+    assert_eq!(blueprint.backward().family, families::MMA);
+
+    let mut long = dims;
+    long.seq_kv = (1 << 16) + 1;
+    let full = plan(&long, &device).expect("served");
+    assert_eq!(full.f32_precision(), F32Precision::Full);
+    long.seq_kv -= 1;
+    let rounded = plan(&long, &device).expect("served");
+    assert_eq!(rounded.f32_precision(), F32Precision::Tf32);
+
+    device.copy_async = false;
+    device.compiler = "llvm";
+    let blueprint = families::plan(&dims, &device).expect("served");
+    assert_eq!(blueprint.forward().family, families::PORTABLE);
+    assert_eq!(blueprint.f32_precision(), F32Precision::Full);
+}
+
+/// Catches a dimension that no blocks of TF32 serve, and blocks that a device cannot hold.
+#[test]
+fn tf32_has_blocks_for_every_dimension() {
+    for device in devices() {
+        for head_dim in 1..=256 {
+            for value_dim in [1, 63, 64, 65, 128, 129, 256] {
+                let problem = permitted([head_dim, value_dim], Dtype::F32);
+                let blueprint = plan(&problem, &device).expect("served");
+                let case = format!("{} {head_dim} {value_dim}: {blueprint:?}", device.hardware);
+                assert!(blueprint.tf32.is_some(), "{case}");
+                for needed in blueprint.shared_memory(&problem) {
+                    assert!(needed <= device.shared_memory, "{case}");
+                }
+                for blocks in [
+                    blueprint.forward,
+                    blueprint.query_gradient,
+                    blueprint.key_value_gradient,
+                ] {
+                    assert!(blocks.walked <= blocks.units(), "{case}: statistics a unit");
+                    // Numbers are not taken apart.
+                    assert!(!blocks.apart, "{case}");
+                }
+            }
+        }
+    }
 }

@@ -25,6 +25,7 @@ fn webgpu() -> Device {
         copy_async: false,
         cuda_capability: None,
         tensor_copies: false,
+        left_out: Vec::new(),
     }
 }
 
@@ -51,6 +52,7 @@ fn h200() -> Device {
         copy_async: true,
         cuda_capability: Some(90),
         tensor_copies: true,
+        left_out: Vec::new(),
     }
 }
 

@@ -7,7 +7,7 @@ use burn_flash_attention::{
 };
 use flash_attention_check::sampled::{Head, RelativeError, bounds, key_gradients, rows};
 use flash_attention_spec::reference::{Inputs, backward, forward};
-use flash_attention_spec::{Operand, Operands, Options, Problem};
+use flash_attention_spec::{F32Precision, Operand, Operands, Options, Problem};
 use flash_attention_tests::{full_grid, selected_devices, uniform};
 
 /// Sizes of query and key; the value is as the key.
@@ -90,7 +90,7 @@ fn check(
         taken
     };
     let (queries, keys) = (spread(shape.seq_q), spread(shape.seq_kv));
-    let [output_limit, gradient_limit] = bounds(dtype);
+    let [output_limit, gradient_limit] = bounds(dtype, F32Precision::Full);
     for &(batch, head) in samples {
         let [q, k, v] = [&query, &key, &value].map(|x| head_of(x, batch, head));
         let ones = || vec![1.0; shape.seq_q * shape.dim];
@@ -245,7 +245,7 @@ fn a_bias_over_many_heads() {
             error.add(&got, &exact);
             let relative = error.relative();
             assert!(
-                relative <= bounds(Dtype::F32)[1],
+                relative <= bounds(Dtype::F32, F32Precision::Full)[1],
                 "{}: dbias is off by {relative:.1e}",
                 report.name
             );
@@ -303,7 +303,7 @@ fn check_shared_tables(report: &DeviceReport, biased: bool) -> Result<(), Attent
         let exact = forward(&problem, &inputs);
         let exact_gradients = backward(&problem, &inputs, &vec![1.0; PART * DIM], None);
         let inner = REACH * DIM..(PART - REACH) * DIM;
-        let [output_limit, gradient_limit] = bounds(Dtype::F32);
+        let [output_limit, gradient_limit] = bounds(Dtype::F32, F32Precision::Full);
         for (name, got, exact, limit) in [
             ("o", rows(&output), exact.output, output_limit),
             (

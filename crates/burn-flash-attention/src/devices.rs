@@ -1,7 +1,7 @@
 //! What is compiled in and found, and which kernels would serve a problem there.
 
 use burn::tensor::{DType, Device};
-use flash_attention_spec::{Dtype, Operand, Operands, Options, Problem};
+use flash_attention_spec::{Dtype, F32Precision, Operand, Operands, Options, Problem};
 use std::fmt;
 
 /// The family that serves devices without kernels: the recurrence in Burn's own operations.
@@ -185,6 +185,9 @@ pub struct Explanation {
     pub backward: Served,
     /// Families that were asked first, each with its reason for declining.
     pub declined: Vec<(&'static str, String)>,
+    /// Where the problem permits TF32 for its `f32` operands: how their products are formed. `None` where
+    /// it does not, or has no `f32` operands.
+    pub f32_precision: Option<F32Precision>,
 }
 
 /// The kernels of one pass.
@@ -216,7 +219,11 @@ impl fmt::Display for Explanation {
         for (family, reason) in &self.declined {
             write!(f, "; {family} declined: {reason}")?;
         }
-        Ok(())
+        match self.f32_precision {
+            None => Ok(()),
+            Some(F32Precision::Tf32) => f.write_str("; f32 rounded to TF32"),
+            Some(F32Precision::Full) => f.write_str("; f32 in full, there is no form in TF32"),
+        }
     }
 }
 
@@ -225,6 +232,7 @@ impl fmt::Display for Explanation {
 /// # Errors
 /// [`AttentionError`](crate::AttentionError) where none does.
 pub fn explain(problem: &Problem, device: &Device) -> Result<Explanation, crate::AttentionError> {
+    let permitted = problem.f32_precision == F32Precision::Tf32;
     #[cfg(feature = "cube")]
     if let Some(limits) = crate::cube::limits(device) {
         let blueprint = kernels_cubecl::plan::plan(problem, &limits)?;
@@ -237,6 +245,7 @@ pub fn explain(problem: &Problem, device: &Device) -> Result<Explanation, crate:
             forward: served(blueprint.forward()),
             backward: served(blueprint.backward()),
             declined: blueprint.declined(),
+            f32_precision: permitted.then(|| blueprint.f32_precision()),
         });
     }
     let _ = device;
@@ -250,12 +259,40 @@ pub fn explain(problem: &Problem, device: &Device) -> Result<Explanation, crate:
         forward: composed,
         backward: composed,
         declined: Vec::new(),
+        f32_precision: permitted.then_some(F32Precision::Full),
     })
 }
 
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use super::*;
+
+    /// Catches a permission that nothing is heard of, and one that was not given.
+    #[test]
+    fn what_becomes_of_f32_is_said_where_tf32_is_permitted() {
+        let device = Device::flex();
+        let explained = |dtype, precision| {
+            let operand = Operand::new([1, 1, 64, 64], dtype);
+            let operands = Operands::new(operand.clone(), operand.clone(), operand);
+            let options = Options::new().f32_precision(precision);
+            let problem = Problem::new(&operands, &options).unwrap();
+            explain(&problem, &device).unwrap()
+        };
+        let permitted = explained(Dtype::F32, F32Precision::Tf32);
+        assert_eq!(permitted.f32_precision, Some(F32Precision::Full));
+        assert!(
+            permitted
+                .to_string()
+                .ends_with("; f32 in full, there is no form in TF32")
+        );
+        for other in [
+            explained(Dtype::F32, F32Precision::Full),
+            explained(Dtype::BF16, F32Precision::Tf32),
+        ] {
+            assert_eq!(other.f32_precision, None);
+            assert!(!other.to_string().contains("f32"), "{other}");
+        }
+    }
 
     /// Catches a driver that is loaded, with all it prints, though another device was asked for.
     #[test]

@@ -39,8 +39,8 @@ mod options;
 pub use devices::{DeviceReport, Explanation, Served, burn_dtype, device, devices, explain};
 pub use error::AttentionError;
 pub use flash_attention_spec::{
-    Alignment, Band, Dtype, ElementType, MAX_ELEMENTS, MAX_HEAD_DIM, MAX_SEQUENCE, Operand,
-    Operands, Options, Problem, ProblemError, Reason, Summation, Wanted, Window,
+    Alignment, Band, Dtype, ElementType, F32Precision, MAX_ELEMENTS, MAX_HEAD_DIM, MAX_SEQUENCE,
+    Operand, Operands, Options, Problem, ProblemError, Reason, Summation, Wanted, Window,
 };
 #[cfg(feature = "cube")]
 pub use kernels_cubecl::plan::PlanError;

@@ -6,7 +6,8 @@ use crate::ops::{MaybeBool, MaybeFloat};
 use burn::backend::{Dispatch, DispatchDevice};
 use burn::tensor::{Bool, DType, Device, Tensor};
 use flash_attention_spec::{
-    Alignment, Dtype, ElementType, Operand, Operands, Options, Problem, Summation, Window,
+    Alignment, Dtype, ElementType, F32Precision, Operand, Operands, Options, Problem, Summation,
+    Window,
 };
 
 /// Options of a call; the default is plain attention over all keys.
@@ -49,6 +50,8 @@ pub struct AttentionOptions {
     pub window: Window,
     /// How the parts of gradients are added; reproducible by default.
     pub summation: Summation,
+    /// How products of `f32` operands are formed; in full by default.
+    pub f32_precision: F32Precision,
 }
 
 impl AttentionOptions {
@@ -114,6 +117,31 @@ impl AttentionOptions {
         self
     }
 
+    /// Lets operands of matrix products be rounded to TF32, 11 bits, where query, key and value are `f32`
+    /// and that is faster: on NVIDIA devices of compute capability 8.0 and later, by CUDA's C++ generator.
+    /// Everywhere else products stay in full, and `f16` and `bf16` are not touched; [`explain`] says what
+    /// is done.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_flash_attention::{AttentionOptions, F32Precision, flash_attention};
+    ///
+    /// let device = Device::flex();
+    /// let [query, key, value] =
+    ///     [(); 3].map(|()| Tensor::<4>::random([1, 2, 32, 16], Distribution::Default, &device));
+    /// let options = AttentionOptions::new().f32_precision(F32Precision::Tf32);
+    /// let output = flash_attention(query, key, value, &options);
+    /// assert_eq!(output.dims(), [1, 2, 32, 16]);
+    /// # }
+    /// ```
+    ///
+    /// [`explain`]: crate::explain
+    pub fn f32_precision(mut self, precision: F32Precision) -> Self {
+        self.f32_precision = precision;
+        self
+    }
+
     /// The checked problem of a call with these options.
     pub(crate) fn problem(
         &self,
@@ -132,6 +160,7 @@ impl AttentionOptions {
         options.alignment = self.alignment;
         options.window = self.window;
         options.summation = self.summation;
+        options.f32_precision = self.f32_precision;
         let problem = Problem::new(&operands, &options)?;
         let device = query.device();
         let others = [
@@ -191,6 +220,7 @@ impl From<Options> for AttentionOptions {
             alignment: options.alignment,
             window: options.window,
             summation: options.summation,
+            f32_precision: options.f32_precision,
         }
     }
 }

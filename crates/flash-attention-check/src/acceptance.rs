@@ -8,7 +8,8 @@
 //! element type under test (see [`crate::naive`]), and `floor` two roundings of the output's type
 //! at the size of its largest exact value. NaN or infinity where the exact value is finite always
 //! fails; where `lse` is exactly minus infinity it has to be that. In `f32` the relative Frobenius
-//! error must also stay under 5e-6 for o and under 2e-5 for gradients.
+//! error must also stay under 5e-6 for o and under 2e-5 for gradients, unless the problem permits TF32:
+//! there the unfused form rounds the operands of its products to that.
 //!
 //! Where the exact value is NaN or infinite, because a visible operand was, a finite one fails.
 //!
@@ -16,7 +17,7 @@
 //! in the reference what `f64` leaves of terms that cancel. A relative error would divide by that
 //! rounding, so the absolute bound alone decides there (see [`vanishes`]).
 
-use flash_attention_spec::Dtype;
+use flash_attention_spec::{Dtype, F32Precision};
 use half::{bf16, f16};
 use std::fmt;
 
@@ -46,6 +47,8 @@ pub struct Judged<'a> {
     pub quantity: Quantity,
     /// Element type of the output.
     pub dtype: Dtype,
+    /// How products of `f32` operands may be formed.
+    pub f32_precision: F32Precision,
     /// Its shape, for the position of the worst element.
     pub shape: &'a [usize],
     /// What the device returned.
@@ -105,12 +108,13 @@ pub fn floor(size: f64, dtype: Dtype) -> f64 {
 ///
 /// ```
 /// use flash_attention_check::acceptance::{Judged, Quantity, judge};
-/// use flash_attention_spec::Dtype;
+/// use flash_attention_spec::{Dtype, F32Precision};
 ///
 /// let judged = Judged {
 ///     output: "o",
 ///     quantity: Quantity::Output,
 ///     dtype: Dtype::F32,
+///     f32_precision: F32Precision::Full,
 ///     shape: &[1, 1, 1, 2],
 ///     got: &[1.0, 2.0],
 ///     exact: &[1.0, 2.0],
@@ -222,6 +226,7 @@ pub fn vanishes(exact: &[f64], naive: &[f64]) -> bool {
 
 fn frobenius_limit(judged: &Judged) -> Option<f64> {
     match (judged.dtype, judged.quantity) {
+        _ if judged.f32_precision == F32Precision::Tf32 => None,
         _ if vanishes(judged.exact, judged.naive) => None,
         (Dtype::F32, Quantity::Output) => Some(F32_OUTPUT),
         (Dtype::F32, Quantity::Gradient) => Some(F32_GRADIENT),
@@ -286,6 +291,7 @@ mod tests {
             output: "o",
             quantity: Quantity::Output,
             dtype: Dtype::F32,
+            f32_precision: F32Precision::Full,
             shape: &[1, 1, 3, 2],
             got,
             exact: &EXACT,
@@ -415,6 +421,11 @@ mod tests {
             ..judged(&got)
         };
         assert!(!judge(&loose).passed);
+        let rounded = Judged {
+            f32_precision: F32Precision::Tf32,
+            ..loose
+        };
+        assert!(judge(&rounded).passed);
         let sixteen_bit = Judged {
             dtype: Dtype::BF16,
             ..loose

@@ -302,6 +302,7 @@ impl Prepared {
                 output: expected.output,
                 quantity: expected.quantity,
                 dtype: expected.dtype,
+                f32_precision: self.case.options.f32_precision,
                 shape: &shape,
                 got: &got,
                 exact: &expected.exact,

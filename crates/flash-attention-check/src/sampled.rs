@@ -10,7 +10,7 @@
 //! `seq_q * seq_kv` is held.
 
 use crate::acceptance::{F32_GRADIENT, F32_OUTPUT};
-use flash_attention_spec::{Dtype, Problem};
+use flash_attention_spec::{Dtype, F32Precision, Problem};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -92,17 +92,18 @@ impl RelativeError {
 ///
 /// In `f32` those of the acceptance rule. In f16 and bf16 two roundings of the type for the output, which
 /// is rounded once and whose probabilities are, and four for gradients, which go through one more product.
+/// TF32 has the bits of f16.
 ///
 /// ```
 /// use flash_attention_check::sampled::bounds;
-/// use flash_attention_spec::Dtype;
+/// use flash_attention_spec::{Dtype, F32Precision};
 ///
-/// assert_eq!(bounds(Dtype::BF16), [1.0 / 128.0, 1.0 / 64.0]);
+/// assert_eq!(bounds(Dtype::BF16, F32Precision::Full), [1.0 / 128.0, 1.0 / 64.0]);
 /// ```
-pub fn bounds(dtype: Dtype) -> [f64; 2] {
+pub fn bounds(dtype: Dtype, precision: F32Precision) -> [f64; 2] {
     match dtype {
-        Dtype::F32 => [F32_OUTPUT, F32_GRADIENT],
-        Dtype::F16 => [2f64.powi(-10), 2f64.powi(-9)],
+        Dtype::F32 if precision == F32Precision::Full => [F32_OUTPUT, F32_GRADIENT],
+        Dtype::F32 | Dtype::F16 => [2f64.powi(-10), 2f64.powi(-9)],
         Dtype::BF16 => [2f64.powi(-7), 2f64.powi(-6)],
     }
 }

@@ -15,6 +15,7 @@ mod verify;
 use crate::Outcome;
 use crate::devices;
 use crate::failure::{Usage, guard, parse_count};
+use crate::precision::Precision;
 use crate::report::Report;
 use burn_flash_attention::{DeviceReport, Dtype, Explanation, Summation, explain};
 use call::Operands;
@@ -81,6 +82,9 @@ pub struct BenchArgs {
     /// Let backward passes add the parts of gradients in any order, instead of one that reruns repeat
     #[arg(long)]
     unordered_gradients: bool,
+    /// Products of f32 operands; other element types have but one form
+    #[arg(long, value_name = "P", default_value = "full")]
+    f32_precision: Precision,
     /// Timed samples of each point
     #[arg(long, value_name = "N", default_value = "20", value_parser = parse_count)]
     samples: NonZeroUsize,
@@ -172,6 +176,7 @@ pub fn execute(args: BenchArgs) -> Outcome<Report> {
         dtype,
         samples: args.samples.get(),
         summation: summation(&args),
+        f32_precision: args.f32_precision.into(),
     };
     report(&about, &found, peers.as_ref())
 }
@@ -208,6 +213,7 @@ fn points(args: &BenchArgs, grid: Grid, dtype: Dtype) -> Outcome<Vec<Point>> {
         seqs: numbers(&args.seq),
         causal: args.causal,
         summation: summation(args),
+        f32_precision: args.f32_precision.into(),
     };
     let points = grid.points(&choice, dtype);
     if points.is_empty() {

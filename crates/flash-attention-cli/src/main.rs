@@ -8,6 +8,7 @@ mod check;
 mod devices;
 mod failure;
 mod ledger;
+mod precision;
 mod report;
 mod run;
 

@@ -8,6 +8,7 @@ mod seen;
 
 use crate::Outcome;
 use crate::devices;
+use crate::precision::Precision;
 use crate::report::{Report, Table, json_number, number};
 use array::{Array, type_name};
 use burn_flash_attention::{Alignment, Options, Window, explain};
@@ -57,6 +58,9 @@ pub struct RunArgs {
     /// Cap scores softly: C * tanh(score / C)
     #[arg(long, value_name = "C", allow_hyphen_values = true, value_parser = parse_softcap)]
     softcap: Option<f64>,
+    /// Products of f32 operands; other element types have but one form
+    #[arg(long, value_name = "P", default_value = "full")]
+    f32_precision: Precision,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -110,6 +114,7 @@ pub fn execute(args: RunArgs) -> Outcome<Report> {
     options.scale = args.scale;
     options.softcap = args.softcap;
     options.window = args.window.unwrap_or_default();
+    options.f32_precision = args.f32_precision.into();
     let path = args.input.display();
     let bytes = fs::read(&args.input).map_err(|error| format!("input {path}: {error}"))?;
     let inputs =

@@ -20,6 +20,6 @@ pub mod visibility;
 
 pub use error::{ProblemError, Reason};
 pub use operand::{Dtype, ElementType, Operand, Operands};
-pub use options::{Alignment, Options, Summation, Wanted, Window};
+pub use options::{Alignment, F32Precision, Options, Summation, Wanted, Window};
 pub use problem::{MAX_ELEMENTS, MAX_HEAD_DIM, MAX_SEQUENCE, Problem};
 pub use visibility::Band;

@@ -35,6 +35,20 @@ pub enum Summation {
     Unordered,
 }
 
+/// How products of `f32` operands are formed, where query, key and value are `f32`.
+///
+/// Sums, softmax and results are `f32` either way. Of `f16` and `bf16` operands it says nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum F32Precision {
+    /// With all 24 bits of every operand.
+    #[default]
+    Full,
+    /// TF32: operands of matrix products may be rounded to the nearest number of 11 bits, probabilities and
+    /// gradients of scores too. Permits what may be faster, and demands nothing: where there is no faster
+    /// form, products are in full.
+    Tf32,
+}
+
 /// Options of a call, apart from its operands. The default is plain attention.
 ///
 /// Options will be added: make them by methods, or by a literal that ends in `..Options::default()`.
@@ -60,6 +74,8 @@ pub struct Options {
     pub window: Window,
     /// How the parts of gradients are added.
     pub summation: Summation,
+    /// How products of `f32` operands are formed.
+    pub f32_precision: F32Precision,
 }
 
 impl Options {
@@ -101,6 +117,12 @@ impl Options {
     /// Replaces the reproducible order in which the parts of gradients are added.
     pub fn summation(mut self, summation: Summation) -> Self {
         self.summation = summation;
+        self
+    }
+
+    /// Replaces full products of `f32` operands; of other element types it changes nothing.
+    pub fn f32_precision(mut self, precision: F32Precision) -> Self {
+        self.f32_precision = precision;
         self
     }
 

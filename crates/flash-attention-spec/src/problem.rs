@@ -2,7 +2,7 @@
 
 use crate::error::{ProblemError, Reason};
 use crate::operand::{Dtype, ElementType, Operand, Operands};
-use crate::options::{Options, Summation, check_options};
+use crate::options::{F32Precision, Options, Summation, check_options};
 use crate::visibility::Band;
 
 /// Largest `head_dim` and `value_dim`.
@@ -52,6 +52,8 @@ pub struct Problem {
     pub bias: Option<[usize; 4]>,
     /// How the parts of gradients are added.
     pub summation: Summation,
+    /// How products of `f32` operands are formed; [`F32Precision::Full`] where `dtype` is not `f32`.
+    pub f32_precision: F32Precision,
 }
 
 impl Problem {
@@ -138,6 +140,10 @@ impl Problem {
                 mask,
                 bias,
                 summation: options.summation,
+                f32_precision: match dtype {
+                    Dtype::F32 => options.f32_precision,
+                    Dtype::F16 | Dtype::BF16 => F32Precision::Full,
+                },
             }),
             _ => Err(ProblemError { reasons }),
         }

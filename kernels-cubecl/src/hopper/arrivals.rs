@@ -31,6 +31,19 @@ pub(crate) fn barrier_arrive(address: u32) {
     gpu_asm!("mbarrier.arrive.release.cta.shared::cta.b64 _, [{a}];", a = in(_) a);
 }
 
+/// A plane's first lane arrives, for the plane's products are done and its reads are back. Without a
+/// branch, so that the compiler sees the plane stay together.
+#[cube]
+pub(crate) fn done_with(address: u32) {
+    let a = by_value::<u32>(address);
+    let lane = by_value::<u32>(UNIT_POS % 32);
+    gpu_asm!(
+        "{{ .reg .pred first; setp.eq.u32 first, {lane}, 0;",
+        "@first mbarrier.arrive.release.cta.shared::cta.b64 _, [{a}]; }}",
+        a = in(_) a, lane = in(_) lane
+    );
+}
+
 /// Waits until a phase of parity `parity` has ended.
 #[cube]
 pub(crate) fn barrier_wait(address: u32, parity: u32) {

@@ -2,7 +2,8 @@
 
 use super::instructions::Products;
 use super::tiles::QUERY_PANEL;
-use crate::device::Device;
+use crate::device::{Device, WITHOUT};
+use crate::plan::HOPPER;
 use flash_attention_spec::{Dtype, Problem};
 use thiserror::Error;
 
@@ -17,6 +18,9 @@ pub struct ForwardBlueprint {
     pub stages: u32,
     /// Tiles whose queries shared memory holds.
     pub query_stages: u32,
+    /// Whether the scores of a block and the output with the values of the block before are one run of
+    /// products, at which two warpgroups take turns.
+    pub joined: bool,
     /// Rows are rescaled once a probability would pass 2 to this; at most 8, for `f16`.
     pub slack: u32,
     /// Features of query and key.
@@ -37,6 +41,9 @@ pub struct ForwardBlueprint {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Declined {
+    /// The environment asks for other families.
+    #[error("left out by {WITHOUT}")]
+    LeftOut,
     /// Not the generator that has the instructions.
     #[error("kernels are compiled by {given}, expected cuda c++")]
     Compiler {
@@ -162,6 +169,26 @@ impl ForwardBlueprint {
         }
     }
 
+    /// Bytes of 64 features of a block of keys.
+    pub(crate) const fn panel(&self) -> usize {
+        self.block_kv * 128
+    }
+
+    /// Bytes of a warpgroup's queries.
+    pub(crate) const fn own_queries(&self) -> u32 {
+        (self.head_dim.div_ceil(64) * QUERY_PANEL * 2) as u32
+    }
+
+    /// Bytes of a stage of keys.
+    pub(crate) const fn key_stage(&self) -> u32 {
+        (self.head_dim.div_ceil(64) * self.panel()) as u32
+    }
+
+    /// Bytes of a stage of values.
+    pub(crate) const fn value_stage(&self) -> u32 {
+        (self.value_dim.div_ceil(64) * self.panel()) as u32
+    }
+
     /// What copies fill: every warpgroup's queries, stages of keys and of values.
     pub(crate) const fn guarded(&self) -> u32 {
         self.query_stages * self.warpgroups + 2 * self.stages
@@ -244,6 +271,9 @@ pub fn plan_forward(problem: &Problem, device: &Device) -> Result<ForwardBluepri
 
 /// What both passes ask of a problem and a device.
 pub(super) fn check_problem(problem: &Problem, device: &Device) -> Result<(), Declined> {
+    if device.left_out.contains(&HOPPER) {
+        return Err(Declined::LeftOut);
+    }
     if device.compiler != "cuda c++" {
         return Err(Declined::Compiler {
             given: device.compiler,
@@ -291,9 +321,16 @@ pub(super) fn check_problem(problem: &Problem, device: &Device) -> Result<(), De
     Ok(())
 }
 
+/// Keys that the middle query sees from which on wide heads are faster with joined products.
+const JOINED_KEYS: usize = 1536;
+
 /// Blueprints worth measuring for a problem, the fastest known first.
 pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
     let plain = problem.softcap.is_none() && problem.bias.is_none() && problem.mask.is_none();
+    let widest = problem.head_dim.max(problem.value_dim);
+    // Three warpgroups keep the units as busy without turns, and narrow heads leave room for three. Turns
+    // hold a warpgroup up at the ends of a tile, where the other has more to do.
+    let long = problem.band.keys(problem.seq_q / 2, problem.seq_kv).len() >= JOINED_KEYS;
     let form = |warpgroups: u32, block_kv: usize, stages: u32| ForwardBlueprint {
         warpgroups,
         block_kv,
@@ -304,6 +341,7 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
         } else {
             1
         },
+        joined: warpgroups == 2 && plain && long && widest > 128,
         slack: 8,
         head_dim: problem.head_dim,
         value_dim: problem.value_dim,
@@ -314,15 +352,12 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
     };
     match (problem.head_dim, problem.value_dim) {
         (..=64, ..=64) => vec![form(3, 128, 4), form(4, 96, 4), form(2, 128, 4)],
+        // One register more than the compiler has, where the keys come in fewer panels than the values.
+        (..=64, ..=128) if plain => vec![form(3, 112, 2), form(2, 128, 2)],
         (..=128, ..=128) if plain => vec![form(3, 128, 2), form(3, 112, 2), form(2, 128, 2)],
-        // What options need for every score takes registers, a mask's addresses most: alone it is read for
-        // all scores at once.
-        (..=128, ..=128) if problem.mask.is_some() => {
-            if problem.bias.is_some() {
-                vec![form(3, 80, 2), form(2, 128, 2), form(2, 64, 2)]
-            } else {
-                vec![form(3, 48, 2), form(2, 80, 2), form(2, 64, 2)]
-            }
+        // What options need for every score takes registers, addresses most.
+        (..=128, ..=128) if problem.mask.is_some() || problem.bias.is_some() => {
+            vec![form(3, 80, 2), form(2, 128, 2), form(2, 64, 2)]
         }
         (..=128, ..=128) => vec![form(3, 96, 2), form(2, 128, 2), form(2, 64, 2)],
         (..=256, ..=128) | (..=192, ..=192) => vec![form(2, 96, 2), form(2, 64, 2)],

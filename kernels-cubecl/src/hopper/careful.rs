@@ -34,6 +34,25 @@ pub(crate) fn non_finite(
     found
 }
 
+/// Whether a plane's sums of `dim` features hold a number that is not finite, or are about to.
+#[cube]
+pub(crate) fn unbounded<O: Size>(sums: Vector<f32, O>, #[comptime] dim: usize) -> bool {
+    // Four sums at a time, so that none waits for the one before. Infinity stays, and so does NaN.
+    let mut total = Vector::<f32, Const<4>>::new(0.0f32);
+    #[unroll]
+    for i in 0..comptime!(dim / 8) {
+        #[unroll]
+        for j in 0..4usize {
+            total.insert(j, total.extract(j) + sums.extract(comptime!(4 * i + j)));
+        }
+    }
+    let all = total.extract(0usize)
+        + total.extract(1usize)
+        + (total.extract(2usize) + total.extract(3usize));
+    let bounded = all.abs() <= f32::MAX;
+    plane_any(!bounded)
+}
+
 /// [`value_product`](super::instructions::value_product) that leaves out the rows of weight 0,
 /// whatever they hold. The sums are `output` from register `first` on.
 #[cube]

@@ -1,15 +1,15 @@
 //! The forward kernel: a cube walks tiles of queries, one warpgroup 64 queries of each, and a plane of
 //! its own asks for what they read.
 
-use super::arrivals::{barrier_arrive, barrier_init, barrier_wait};
+use super::arrivals::{barrier_init, barrier_wait};
 use super::blueprint::ForwardBlueprint;
-use super::careful::{add_careful, non_finite};
 use super::instructions::*;
-use super::output::{Chunk, store_rows};
-use super::pipeline::{load_stage, row_of};
-use super::softmax::{RowPair, masked_scores, probabilities};
+use super::joined::walk_joined;
+use super::output::Chunk;
+use super::pipeline::load_stage;
 use super::tiles::*;
-use crate::schedule::{Geometry, keys_of_all, keys_of_block};
+use super::walk::{Places, walk};
+use crate::schedule::Geometry;
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
@@ -47,7 +47,6 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
     let panel = comptime!(block_kv * 64);
     let key_stage = comptime!(key_panels * panel);
     let value_stage = comptime!(value_panels * panel);
-    let element = comptime!(blueprint.element());
     let query_stages = comptime!(blueprint.query_stages);
     let guarded_queries = comptime!(query_stages * warpgroups);
 
@@ -159,163 +158,21 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
     } else {
         take_registers(many);
         let warpgroup = plane / 4;
-        // Speaks for its plane, whose products are done and whose reads are back. The planes of a
-        // warpgroup do not run in step.
-        let speaks = UNIT_POS % 32 == 0;
-        let queries_address = shared_address::<E>(query_tile.as_ptr());
-        let key_address = shared_address::<E>(key_tiles.as_ptr());
-        let value_address = shared_address::<E>(value_tiles.as_ptr());
-        let score_body = comptime!(blueprint.products().scores(blueprint.score_registers()));
-        let value_body = comptime!(blueprint.products().values(
-            blueprint.output_registers(),
-            blueprint.probability_registers()
-        ));
-        while is_tile(&geometry, t, blueprint) {
-            let tile = tile_of(&geometry, t, section, blueprint);
-            let own_query = tile.first_query + (warpgroup * 64) as i32;
-            // The blocks that some of the warpgroup's queries see, and those that all do. It passes by
-            // the others.
-            let some = keys_of_block(&geometry, own_query, 64usize);
-            let some_first = some.first as u32 / comptime!(block_kv as u32);
-            let mut some_end = (some.end as u32).div_ceil(comptime!(block_kv as u32));
-            if own_query >= geometry.seq_q {
-                some_end = 0u32;
-            }
-            let all = keys_of_all(&geometry, own_query, 64usize);
-            let all_first = (all.first as u32).div_ceil(comptime!(block_kv as u32));
-            let all_end = all.end as u32 / comptime!(block_kv as u32);
-
-            let mut rows = RowPair::new(&geometry, blueprint);
-            let mut acc = Vector::<f32, O>::new(0.0f32);
-            let own = t % query_stages * warpgroups + warpgroup;
-            barrier_wait(full_address + own * 8, t / query_stages % 2);
-            let mut left = tile.end_block;
-            while left > tile.first_block {
-                let block = left - 1;
-                let stage = walked % stages;
-                let phase = walked / stages % 2;
-                let mine = block >= some_first && block < some_end;
-                let mut p = Vector::<u32, P>::new(0u32);
-
-                barrier_wait(full_address + (first_key + stage) * 8, phase);
-                // How to multiply: not at all (2), careful of what is not finite (1), or as it is (0).
-                let mut way = 2u32;
-                if mine {
-                    let mut scores = dot_product::<S>(
-                        row_descriptor(queries_address + own * comptime!((own_queries * 2) as u32)),
-                        row_descriptor(key_address + stage * comptime!((key_stage * 2) as u32)),
-                        comptime!(score_body.clone()),
-                    );
-                    done_with_scores(
-                        speaks,
-                        free_address + (first_key + stage) * 8,
-                        free_address + own * 8,
-                        block == tile.first_block,
-                    );
-                    let edge = comptime!(mask.is_some() || bias.is_some() || blueprint.capped)
-                        || block < all_first
-                        || block >= all_end;
-                    if edge {
-                        let unit = unit_again();
-                        scores = masked_scores::<E, M, S>(
-                            scores,
-                            own_query + row_of(unit),
-                            (block * comptime!(block_kv as u32) + (unit % 4) * 2) as i32,
-                            tile.batch as usize,
-                            tile.head as usize,
-                            &mask,
-                            &bias,
-                            &geometry,
-                            blueprint,
-                        );
-                    }
-                    let growth = rows.grow::<S>(scores, blueprint);
-                    if plane_any(growth) {
-                        let (a0, a1) = rows.rescale();
-                        #[unroll]
-                        for j in 0..comptime!(blueprint.value_dim / 8) {
-                            acc.insert(4 * j, acc.extract(4 * j) * a0);
-                            acc.insert(4 * j + 1, acc.extract(4 * j + 1) * a0);
-                            acc.insert(4 * j + 2, acc.extract(4 * j + 2) * a1);
-                            acc.insert(4 * j + 3, acc.extract(4 * j + 3) * a1);
-                        }
-                    }
-                    p = probabilities::<S, P>(scores, &mut rows, blueprint);
-                    barrier_wait(full_address + (first_value + stage) * 8, phase);
-                    way = 0u32;
-                    if edge {
-                        way = non_finite(
-                            value_address + stage * comptime!((value_stage * 2) as u32),
-                            block_kv,
-                            blueprint.value_dim,
-                            blueprint.warpgroups,
-                            element,
-                        );
-                    }
-                } else {
-                    done_with_scores(
-                        speaks,
-                        free_address + (first_key + stage) * 8,
-                        free_address + own * 8,
-                        block == tile.first_block,
-                    );
-                    barrier_wait(full_address + (first_value + stage) * 8, phase);
-                }
-                if way < 2 {
-                    if way == 0 {
-                        acc = value_product::<P, O>(
-                            acc,
-                            p,
-                            column_descriptor(
-                                value_address + stage * comptime!((value_stage * 2) as u32),
-                                comptime!(panel * 2),
-                            ),
-                            comptime!(value_body.clone()),
-                        );
-                    } else {
-                        acc = add_careful::<P, O>(
-                            acc,
-                            p,
-                            value_address + stage * comptime!((value_stage * 2) as u32),
-                            unit_again() % 32,
-                            0usize,
-                            block_kv,
-                            blueprint.value_dim,
-                            element,
-                        );
-                        sync_plane();
-                    }
-                }
-                if speaks {
-                    barrier_arrive(free_address + (first_value + stage) * 8);
-                }
-                walked += 1;
-                left -= 1;
-            }
-            // Found out again, so that no register holds it all along.
-            let tile = tile_of(&geometry, again(t), section, blueprint);
-            store_rows::<O>(
-                acc,
-                &rows,
-                (tile.batch * geometry.heads as u32 + tile.head) as usize,
-                tile.first_query + (agreed(unit_again() / 32) / 4 * 64) as i32,
-                output,
-                statistics,
-                &geometry,
-                blueprint,
+        let places = Places {
+            full: full_address,
+            free: free_address,
+            queries: shared_address::<E>(query_tile.as_ptr()),
+            keys: shared_address::<E>(key_tiles.as_ptr()),
+            values: shared_address::<E>(value_tiles.as_ptr()),
+        };
+        if comptime!(blueprint.joined) {
+            walk_joined::<S, P, O>(
+                warpgroup, section, places, output, statistics, &geometry, blueprint,
             );
-            t += 1;
-        }
-    }
-}
-
-/// The plane is done with a block of keys and, at a tile's `last`, with its queries.
-#[cube]
-fn done_with_scores(speaks: bool, keys: u32, queries: u32, last: bool) {
-    if speaks {
-        barrier_arrive(keys);
-        if last {
-            barrier_arrive(queries);
+        } else {
+            walk::<E, M, S, P, O>(
+                warpgroup, section, places, &mask, &bias, output, statistics, &geometry, blueprint,
+            );
         }
     }
 }

@@ -24,6 +24,18 @@ pub(crate) fn specimens(device: &Device) -> Vec<Specimen> {
             let problem = options.problem(dims, dtype);
             if let Ok(blueprint) = plan_forward(&problem, device) {
                 all.push(forward(blueprint, options, dtype));
+                // Chosen by the keys that a query sees.
+                if blueprint.warpgroups == 2 && options == Options::NONE {
+                    let joined = !blueprint.joined;
+                    all.push(forward(
+                        ForwardBlueprint {
+                            joined,
+                            ..blueprint
+                        },
+                        options,
+                        dtype,
+                    ));
+                }
             }
             if let Ok(blueprint) = plan_backward(&problem, device) {
                 all.push(query_gradient(blueprint.query, options, dtype));
@@ -74,11 +86,12 @@ fn forms(dims: [usize; 2]) -> &'static [(Options, Dtype)] {
 fn forward(blueprint: ForwardBlueprint, options: Options, dtype: Dtype) -> Specimen {
     let b = blueprint;
     let name = format!(
-        "hopper forward {dtype} d{}v{} {}x64x{}{}",
+        "hopper forward {dtype} d{}v{} {}x64x{}{}{}",
         b.head_dim,
         b.value_dim,
         b.warpgroups,
         b.block_kv,
+        if b.joined { " joined" } else { "" },
         options.suffix(),
     );
     Specimen::new(name, move |offline| {

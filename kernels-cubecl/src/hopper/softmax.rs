@@ -9,7 +9,7 @@ use super::blueprint::ForwardBlueprint;
 use super::instructions::{exp2, minus_infinity, pack, product, reciprocal};
 use crate::rounding::unscaled;
 use crate::schedule::Geometry;
-use crate::score::{counts, finish_score, is_visible, lowest, score_row};
+use crate::score::{ScoreRow, counted_from, counts, finish_score, is_visible, lowest, score_row};
 use cubecl::prelude::*;
 
 /// The running statistics of two rows.
@@ -56,6 +56,16 @@ impl RowPair {
             sum_1: 0.0f32,
             factor,
         }
+    }
+
+    /// Begins anew.
+    pub fn reset(&mut self) {
+        self.top_0 = lowest();
+        self.top_1 = lowest();
+        self.base_0 = lowest();
+        self.base_1 = lowest();
+        self.sum_0 = 0.0f32;
+        self.sum_1 = 0.0f32;
     }
 
     /// Takes the maxima of a block in. Whether a row outgrew its base: probabilities would pass
@@ -165,7 +175,7 @@ fn row_end(
     }
 }
 
-/// The scores of a block that is not wholly visible, or not plain; probability 0 where hidden.
+/// The scores of a block with a mask or that are not plain; minus infinity where hidden.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn masked_scores<E: Float, M: Int, S: Size>(
@@ -210,6 +220,50 @@ pub(crate) fn masked_scores<E: Float, M: Int, S: Size>(
                     scores.insert(at, select(counts(score), score, hidden));
                 }
             }
+        }
+    }
+    scores
+}
+
+/// The dot products of a block, minus infinity where the band hides a key: those `before` the keys that
+/// some row sees and those `behind` them, if the block has such keys. `column` is the unit's first key.
+#[cube]
+pub(crate) fn banded_scores<S: Size>(
+    dots: Vector<f32, S>,
+    view_0: ScoreRow,
+    view_1: ScoreRow,
+    column: i32,
+    before: bool,
+    behind: bool,
+    #[comptime] block_kv: usize,
+) -> Vector<f32, S> {
+    let mut scores = dots;
+    let hidden = minus_infinity();
+    // Counted from the unit's first key the others are constants.
+    let view_0 = counted_from(view_0, column);
+    let view_1 = counted_from(view_1, column);
+    if behind {
+        #[unroll]
+        for at in 0..comptime!(block_kv / 2) {
+            let end = if comptime!(at / 2 % 2 == 0) {
+                view_0.end
+            } else {
+                view_1.end
+            };
+            let visible = comptime!((at / 4 * 8 + at % 2) as i32) < end;
+            scores.insert(at, select(visible, scores.extract(at), hidden));
+        }
+    }
+    if before {
+        #[unroll]
+        for at in 0..comptime!(block_kv / 2) {
+            let first = if comptime!(at / 2 % 2 == 0) {
+                view_0.first
+            } else {
+                view_1.first
+            };
+            let visible = comptime!((at / 4 * 8 + at % 2) as i32) >= first;
+            scores.insert(at, select(visible, scores.extract(at), hidden));
         }
     }
     scores

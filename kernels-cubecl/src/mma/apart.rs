@@ -130,8 +130,9 @@ pub(crate) fn right_of(columns: Columns, #[comptime] side: usize) -> Right {
     }
 }
 
+/// One of two pairs of registers.
 #[cube]
-fn pair_of(registers: Registers, #[comptime] side: usize) -> Pair<u32> {
+pub(crate) fn pair_of(registers: Registers, #[comptime] side: usize) -> Pair<u32> {
     let mut pair = Pair::<u32>::new(0u32);
     pair.insert(0usize, registers.extract(comptime!(2 * side)));
     pair.insert(1usize, registers.extract(comptime!(2 * side + 1)));

@@ -3,9 +3,12 @@
 
 use super::apart::in_parts;
 use super::fragment::{CHUNK, Instructions, chunks, pitch};
+use super::one_pass_blueprint::{OnePass, plan_one_pass};
 use super::stage::Staging;
-use crate::device::Device;
-use flash_attention_spec::{Dtype, Problem};
+use super::tf32::Ties;
+use crate::device::{Device, WITHOUT};
+use crate::plan::MMA;
+use flash_attention_spec::{Dtype, F32Precision, Problem};
 use thiserror::Error;
 
 /// The blocks of one kernel. A cube owns `warps * row_tiles * 16` rows of one side and walks blocks
@@ -39,6 +42,21 @@ impl Blocks {
     pub const fn units(&self) -> usize {
         self.warps * 32
     }
+
+    /// The blocks of a kernel that copies `vector` elements at a time. Copies that are no whole chunks take
+    /// registers, and do not run beside the products: rows need no place to land in meanwhile.
+    pub(crate) fn read_in(self, vector: usize) -> Self {
+        if vector == CHUNK {
+            self
+        } else {
+            Self {
+                apart: false,
+                stages: 1,
+                walked: self.walked.min(32),
+                ..self
+            }
+        }
+    }
 }
 
 /// What is decided before a launch. Together with the options present it determines the generated
@@ -54,13 +72,27 @@ pub struct Blueprint {
     /// One kernel for the key and the value gradient, or one for each: wide heads leave no room
     /// for both in the registers.
     pub joint_key_value: bool,
+    /// One kernel for all gradients, where all are wanted of operands that are read 16 bytes at a time;
+    /// none where two serve the problem.
+    pub one_pass: Option<OnePass>,
     /// Assembly text for the exponential and for rounding.
     pub assembly: bool,
     /// Asynchronous copies; needs assembly text.
     pub asynchronous: bool,
+    /// Of `f32`: rounding of operands to TF32, where a product is one of these; else numbers are split
+    /// and nothing is lost.
+    pub tf32: Option<Ties>,
 }
 
 impl Blueprint {
+    /// How products of `f32` operands are formed.
+    pub const fn f32_precision(&self) -> F32Precision {
+        match self.tf32 {
+            Some(_) => F32Precision::Tf32,
+            None => F32Precision::Full,
+        }
+    }
+
     /// Shared memory of a cube of each kernel, in bytes: forward, query gradient, key and value
     /// gradients.
     pub fn shared_memory(&self, problem: &Problem) -> [usize; 3] {
@@ -76,6 +108,9 @@ impl Blueprint {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Decline {
+    /// The environment asks for other families.
+    #[error("left out by {WITHOUT}")]
+    LeftOut,
     /// `f32` operands are split in assembly text, which the device's compiler does not take.
     #[error("device {device} is compiled for by {given}, f32 operands need assembly text")]
     Compiler {
@@ -130,11 +165,18 @@ pub enum Decline {
 /// the root of the additions, and these many stay at half of what `f32` may be off by.
 const LONGEST_F32: usize = 1 << 17;
 
+/// Terms of a sum of products in TF32: eight at a time are added on the units, which cut 4e-8 of the sum on
+/// the way, and these many keep that below what rounding the operands costs. Longer sums are in full.
+const LONGEST_TF32: usize = 1 << 16;
+
 /// The blueprint of `problem` on `device`.
 ///
 /// # Errors
 /// [`Decline`] names what the device or the problem lacks.
 pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
+    if device.left_out.contains(&MMA) {
+        return Err(Decline::LeftOut);
+    }
     let name = || device.hardware.clone();
     // The parts of `f32` are of the type that its halves pass for.
     let element = staged_as(problem.dtype);
@@ -178,6 +220,11 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
             expected: LONGEST_F32,
         });
     }
+    let rounded = problem.f32_precision == F32Precision::Tf32 && terms <= LONGEST_TF32;
+    let even = device
+        .cuda_capability
+        .is_some_and(|version| version >= ROUNDS_TO_EVEN);
+    let tf32 = rounded.then_some(if even { Ties::Even } else { Ties::Away });
     let widest = problem.head_dim.max(problem.value_dim);
     let first = |table, shared_memory: fn(&Problem, &Blocks) -> usize| {
         let fits = |cubes: usize| {
@@ -191,7 +238,7 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
         // that has eight.
         fits(2).or_else(|| fits(1))
     };
-    let [forward, query_gradient, key_value_gradient] = tables(problem, device);
+    let [forward, query_gradient, key_value_gradient] = tables(problem, device, tf32.is_some());
     let forward = first(forward, forward_shared_memory);
     let query_gradient = first(query_gradient, query_gradient_shared_memory);
     let key_value_gradient = first(key_value_gradient, key_value_gradient_shared_memory);
@@ -209,8 +256,10 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
         query_gradient,
         key_value_gradient,
         joint_key_value: widest <= 128,
+        one_pass: plan_one_pass(problem, device),
         assembly: asynchronous,
         asynchronous,
+        tf32,
     })
 }
 
@@ -248,6 +297,9 @@ pub fn forward_variants(problem: &Problem, device: &Device) -> Result<Vec<Bluepr
 /// A hidden score stays minus infinity times a scale that is not 0, and the largest `f32` is no small
 /// score at a size like this.
 const SMALLEST_SCALE: f32 = 1e-30;
+
+/// The compute capability from which on a number is rounded to TF32 by one instruction, ties to even.
+const ROUNDS_TO_EVEN: u32 = 90;
 
 /// What a cube's shared memory costs beyond its own: a multiprocessor has as much more than a cube
 /// can have.
@@ -470,8 +522,60 @@ const KEY_VALUE_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 4] = [
     (256, &[blocks(4, 1, 16), blocks(2, 1, 16)], &[]),
 ];
 
+/// Blocks for `f32` rounded to TF32: shared memory as above, registers as 16-bit numbers but for right
+/// operands, which take twice as many.
+const FORWARD_TF32: [(usize, &[Blocks], &[Blocks]); 3] = [
+    (
+        64,
+        &[
+            staged_twice(4, 2, 64),
+            staged_twice(4, 2, 32),
+            blocks(4, 2, 32),
+            blocks(4, 1, 32),
+        ],
+        &[],
+    ),
+    (
+        128,
+        &[
+            staged_twice(8, 2, 32),
+            blocks(4, 2, 32),
+            blocks(4, 1, 32),
+            blocks(4, 1, 16),
+        ],
+        &[],
+    ),
+    (
+        256,
+        &[blocks(4, 1, 32), blocks(4, 1, 16), blocks(2, 1, 16)],
+        &[],
+    ),
+];
+
+/// Of either gradient kernel.
+const GRADIENT_TF32: [(usize, &[Blocks], &[Blocks]); 3] = [
+    (
+        64,
+        &[
+            staged_twice(4, 2, 32),
+            staged_twice(4, 1, 32),
+            blocks(4, 1, 32),
+        ],
+        &[],
+    ),
+    (
+        128,
+        &[staged_twice(8, 1, 32), blocks(4, 1, 32), blocks(4, 1, 16)],
+        &[],
+    ),
+    (256, &[blocks(4, 1, 16), blocks(2, 1, 16)], &[]),
+];
+
 /// The tables of a problem on a device: forward, query gradient, key and value gradients.
-fn tables(problem: &Problem, device: &Device) -> [&'static Table; 3] {
+fn tables(problem: &Problem, device: &Device, tf32: bool) -> [&'static Table; 3] {
+    if problem.dtype == Dtype::F32 && tf32 {
+        return [&FORWARD_TF32, &GRADIENT_TF32, &GRADIENT_TF32];
+    }
     if problem.dtype == Dtype::F32 {
         return [&FORWARD_F32, &QUERY_GRADIENT_F32, &KEY_VALUE_GRADIENT_F32];
     }
@@ -585,6 +689,8 @@ pub(crate) struct Config {
     pub assembly: bool,
     pub asynchronous: bool,
     pub dtype: Dtype,
+    /// Rounding of operands to TF32.
+    pub tf32: Option<Ties>,
 }
 
 impl Config {
@@ -596,18 +702,7 @@ impl Config {
         vector: usize,
     ) -> Self {
         Self {
-            // Copies that are no whole chunks take registers, and do not run beside the products: rows need no
-            // place to land in meanwhile. Launches depend on the owned rows alone.
-            blocks: if vector == CHUNK {
-                blocks
-            } else {
-                Blocks {
-                    apart: false,
-                    stages: 1,
-                    walked: blocks.walked.min(32),
-                    ..blocks
-                }
-            },
+            blocks,
             head_dim: problem.head_dim,
             value_dim: problem.value_dim,
             vector,
@@ -618,6 +713,7 @@ impl Config {
             assembly: blueprint.assembly,
             asynchronous: blueprint.asynchronous,
             dtype: problem.dtype,
+            tf32: blueprint.tf32,
         }
     }
 
@@ -642,10 +738,12 @@ impl Config {
         self.plain() && self.negative
     }
 
-    /// The exponent bits of the elements in a word of a walked tile.
+    /// The bits of infinity for the elements in a word of a walked tile, or of numbers that may be rounded
+    /// to it: rows that hold one are not multiplied by weights of 0.
     pub(crate) const fn exponent(&self) -> u32 {
         match self.dtype {
             Dtype::F32 if self.blocks.apart => 0x7F80_7F80,
+            Dtype::F32 if self.tf32.is_some() => 0x7F7F_0000,
             Dtype::F32 => 0x7F80_0000,
             Dtype::F16 => 0x7C00_7C00,
             Dtype::BF16 => 0x7F80_7F80,
@@ -653,13 +751,17 @@ impl Config {
     }
 
     pub(crate) const fn instructions(&self) -> Instructions {
-        match self.dtype {
-            Dtype::F32 => Instructions::SplitF32 {
+        match (self.dtype, self.tf32) {
+            (Dtype::F32, Some(ties)) => Instructions::Tf32 {
+                ties,
+                columns: false,
+            },
+            (Dtype::F32, None) => Instructions::SplitF32 {
                 apart: self.blocks.apart,
             },
             _ if !self.assembly => Instructions::Generated,
-            Dtype::F16 => Instructions::AssemblyF16,
-            Dtype::BF16 => Instructions::AssemblyBF16,
+            (Dtype::F16, _) => Instructions::AssemblyF16,
+            (Dtype::BF16, _) => Instructions::AssemblyBF16,
         }
     }
 
@@ -728,6 +830,7 @@ impl Config {
             vector: self.vector,
             halved: self.halved(),
             crowded: self.crowded(),
+            tf32: self.tf32,
             asynchronous: self.asynchronous && self.vector == 8,
             prefetch: self.blocks.prefetch && self.vector == 8,
         }

@@ -10,7 +10,7 @@ use super::softmax::{
     Position, exponent_factor, exponentials, finish_scores, no_statistics, raise_maximum,
     references, row_result,
 };
-use super::stage::{await_copies, issue, land, rows_of, stage_first};
+use super::stage::{await_copies, issue, land, round_first, rows_of, stage_first};
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
 use cubecl::prelude::*;
 
@@ -75,12 +75,12 @@ pub(crate) fn forward_kernel<E: Float, B: Float, M: Int, N: Size>(
     let mut flags = row_flags(block_kv);
 
     let query_staging = comptime!(config.staging(block_q, config.head_dim));
-    let key_staging = comptime!(config.staging(block_kv, config.head_dim));
-    let value_staging = comptime!(config.staging(block_kv, config.value_dim));
+    let key_staging = comptime!(config.staging(block_kv, config.head_dim).unrounded());
+    let value_staging = comptime!(config.staging(block_kv, config.value_dim).unrounded());
     let mut pending_key = Array::<Chunk<E>>::new(comptime!(key_staging.pending()));
     let mut pending_value = Array::<Chunk<E>>::new(comptime!(value_staging.pending()));
 
-    let instructions = comptime!(config.instructions());
+    let instructions = comptime!(config.instructions().rounding_columns());
     let crowded = comptime!(config.crowded());
     let query_place = along_rows(&queries, warp_row, key_pitch, false, instructions);
     let key_place = along_columns(&keys, key_pitch, false, instructions);
@@ -124,6 +124,7 @@ pub(crate) fn forward_kernel<E: Float, B: Float, M: Int, N: Size>(
             );
         }
     }
+    round_first(&mut queries, query_staging);
     for block in first_block..end_block {
         let first_kv = (block * block_kv) as i32;
         let next_kv = first_kv + comptime!(block_kv as i32);

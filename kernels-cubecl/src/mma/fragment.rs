@@ -5,7 +5,8 @@
 //! eight rows which `ldmatrix` reads together always lie in eight different groups of banks.
 //! Every offset but one base a lane and tile is a constant.
 
-use super::split::{add_split_rows, as_left, lane_along_split_columns, split_dot_products};
+use super::split::{add_split_rows, lane_along_split_columns, split_dot_products};
+use super::tf32::{Ties, add_tf32_rows, as_operand, tf32_dot_products};
 use crate::unit::{lane, unit};
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
@@ -51,12 +52,13 @@ pub(crate) fn lane_along_columns(lane: usize) -> (usize, usize) {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Place {
-    index: usize,
+    pub index: usize,
     pub address: u32,
 }
 
+/// A lane's place at chunk `index` of a tile.
 #[cube]
-fn place<E: Float>(
+pub(crate) fn place<E: Float>(
     tile: &Shared<[Chunk<E>]>,
     index: usize,
     #[comptime] instructions: Instructions,
@@ -90,7 +92,7 @@ pub(crate) fn along_columns<E: Float>(
     #[comptime] instructions: Instructions,
 ) -> Place {
     let lane = lane(again) as usize;
-    let (row, chunk) = if comptime!(instructions.splits_columns()) {
+    let (row, chunk) = if comptime!(instructions.whole_columns()) {
         lane_along_split_columns(lane)
     } else {
         lane_along_columns(lane)
@@ -106,7 +108,7 @@ pub(crate) fn along_sums<E: Float>(
     #[comptime] again: bool,
     #[comptime] instructions: Instructions,
 ) -> Place {
-    if comptime!(instructions.splits_columns()) {
+    if comptime!(instructions.whole_columns()) {
         // Rows `2 (l % 4)` and the next are those of the two columns that an accumulator has of a
         // row; features `l / 4` are the columns of `B`.
         let lane = lane(again);
@@ -223,7 +225,7 @@ pub(crate) fn further(place: Place, chunks: usize) -> Place {
 
 /// Adds `a b` to two neighbouring accumulators; `b` holds two `B` fragments.
 #[cube]
-fn multiply_block<E: Float>(
+pub(crate) fn multiply_block<E: Float>(
     out: &mut Sequence<Accumulator>,
     a: Registers,
     b: Registers,
@@ -236,25 +238,14 @@ fn multiply_block<E: Float>(
         let low = b.extract(comptime!(2 * side));
         let high = b.extract(comptime!(2 * side + 1));
         if comptime!(instructions.assembly()) {
-            let mut sums = Vector::<f32, Const<4>>::new(0.0f32);
-            #[unroll]
-            for n in 0..4usize {
-                sums.insert(n, tile[comptime!(n / 2)].extract(comptime!(n % 2)));
-            }
             let products = multiply_by_assembly(
                 by_value::<Registers>(a),
                 by_value::<u32>(low),
                 by_value::<u32>(high),
-                by_value::<Vector<f32, Const<4>>>(sums),
+                sums_of(tile[0], tile[1]),
                 comptime!(instructions.element()),
             );
-            #[unroll]
-            for half in 0..2usize {
-                let mut pair = Pair::<f32>::new(0.0f32);
-                pair.insert(0usize, products.extract(comptime!(2 * half)));
-                pair.insert(1usize, products.extract(comptime!(2 * half + 1)));
-                tile[half] = pair;
-            }
+            set_sums(tile, products);
         } else {
             let definition = MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
             let mut left = Array::<Pair<E>>::new(4usize);
@@ -267,6 +258,30 @@ fn multiply_block<E: Float>(
             right[1] = Pair::<E>::reinterpret(high);
             definition.execute_inplace(&left, &right, tile);
         }
+    }
+}
+
+/// The four sums of a lane.
+#[cube]
+pub(crate) fn sums_of(upper: Pair<f32>, lower: Pair<f32>) -> Vector<f32, Const<4>> {
+    let mut sums = Vector::<f32, Const<4>>::new(0.0f32);
+    #[unroll]
+    for n in 0..4usize {
+        let half = if comptime!(n < 2) { upper } else { lower };
+        sums.insert(n, half.extract(comptime!(n % 2)));
+    }
+    by_value::<Vector<f32, Const<4>>>(sums)
+}
+
+/// Replaces the four sums of a lane.
+#[cube]
+pub(crate) fn set_sums(tile: &mut Accumulator, sums: Vector<f32, Const<4>>) {
+    #[unroll]
+    for half in 0..2usize {
+        let mut pair = Pair::<f32>::new(0.0f32);
+        pair.insert(0usize, sums.extract(comptime!(2 * half)));
+        pair.insert(1usize, sums.extract(comptime!(2 * half + 1)));
+        tile[half] = pair;
     }
 }
 
@@ -317,13 +332,24 @@ pub(crate) fn dot_products<E: Float>(
 ) -> Sequence<Accumulator> {
     let mut out = zeros(comptime!(row_tiles * column_tiles));
     let pitch = comptime!(pitch(dim));
-    let steps = comptime!(if instructions.splits() {
+    let steps = comptime!(if instructions.numbers() {
         0
     } else {
         dim.div_ceil(16)
     });
     if comptime!(instructions.splits()) {
         split_dot_products(
+            &mut out,
+            a,
+            a_place,
+            b_place,
+            row_tiles,
+            column_tiles,
+            dim,
+            instructions,
+        );
+    } else if comptime!(instructions.numbers()) {
+        tf32_dot_products(
             &mut out,
             a,
             a_place,
@@ -372,7 +398,7 @@ pub(crate) fn dot_products<E: Float>(
 }
 
 /// Sums of an earlier product as the left operand of the next, rounded to the input type:
-/// `row_tiles x weight_tiles / 2` fragments, or one of each accumulator where they are split.
+/// `row_tiles x weight_tiles / 2` fragments, or one of each accumulator where operands are `f32`.
 ///
 /// Two accumulators side by side hold what the four registers of an `A` fragment hold: nothing
 /// moves between lanes.
@@ -388,11 +414,11 @@ pub(crate) fn as_weights<E: Float>(
     for r in 0..row_tiles {
         #[unroll]
         for k in 0..comptime!(weight_tiles / 2) {
-            if comptime!(instructions.splits()) {
+            if comptime!(instructions.numbers()) {
                 #[unroll]
                 for step in 0..2usize {
                     let tile = sums.index(comptime!(r * weight_tiles + 2 * k + step));
-                    weights.push(as_left(tile[0], tile[1]));
+                    weights.push(as_operand(tile[0], tile[1], instructions));
                 }
             } else {
                 let mut registers = Registers::new(0u32);
@@ -450,13 +476,15 @@ pub(crate) fn add_weighted_rows<E: Float>(
     #[comptime] dim: usize,
     #[comptime] instructions: Instructions,
 ) {
-    let column_tiles = comptime!(if instructions.splits() {
+    let column_tiles = comptime!(if instructions.numbers() {
         0
     } else {
         chunks(dim)
     });
     if comptime!(instructions.splits()) {
         add_split_rows(out, rows, b_place, row_tiles, k, dim, instructions);
+    } else if comptime!(instructions.numbers()) {
+        add_tf32_rows(out, rows, b_place, row_tiles, k, dim, instructions);
     }
     #[unroll]
     for n in 0..comptime!(column_tiles / 2) {
@@ -494,6 +522,13 @@ pub(crate) enum Instructions {
         /// Right operands lie in shared memory in parts.
         apart: bool,
     },
+    /// From assembly text, for `f32` rounded to TF32: see [`super::tf32`].
+    Tf32 {
+        /// How numbers are rounded.
+        ties: Ties,
+        /// Right operands lie in shared memory as they are, and are rounded in registers.
+        columns: bool,
+    },
 }
 
 impl Instructions {
@@ -511,14 +546,43 @@ impl Instructions {
         matches!(self, Instructions::SplitF32 { apart: true })
     }
 
-    /// Whether each warp takes its right operands apart.
-    const fn splits_columns(self) -> bool {
-        self.splits() && !self.apart()
+    /// Whether operands are `f32` numbers, a word each.
+    pub(crate) const fn numbers(self) -> bool {
+        self.splits() || self.ties().is_some()
+    }
+
+    /// How numbers are rounded to TF32, if they are.
+    pub(crate) const fn ties(self) -> Option<Ties> {
+        match self {
+            Instructions::Tf32 { ties, .. } => Some(ties),
+            _ => None,
+        }
+    }
+
+    /// The same, where right operands are not rounded to TF32 when they are loaded.
+    pub(crate) const fn rounding_columns(self) -> Self {
+        match self {
+            Instructions::Tf32 { ties, .. } => Instructions::Tf32 {
+                ties,
+                columns: true,
+            },
+            other => other,
+        }
+    }
+
+    /// Whether right operands are rounded to TF32 in registers.
+    pub(crate) const fn rounds_columns(self) -> bool {
+        matches!(self, Instructions::Tf32 { columns: true, .. })
+    }
+
+    /// Whether right operands lie in shared memory as whole numbers.
+    const fn whole_columns(self) -> bool {
+        self.numbers() && !self.apart()
     }
 
     /// Left fragments that 16 weights of each row make.
     const fn fragments(self) -> usize {
-        if self.splits() { 2 } else { 1 }
+        if self.numbers() { 2 } else { 1 }
     }
 
     const fn element(self) -> &'static str {

@@ -7,7 +7,7 @@ use super::blueprint::Config;
 use super::fragment::{Accumulator, Pair};
 use super::softmax::{Position, natural_unit, power, read_apart, rounded_score, visible_score};
 use crate::schedule::Geometry;
-use crate::score::{counted_from, counts, score_row, uncap};
+use crate::score::{counted_from, counts, is_visible, score_row, uncap};
 use crate::unit::lane;
 use cubecl::prelude::*;
 
@@ -176,8 +176,12 @@ fn form_probabilities<E: Float, M: Int>(
             let tile = scores.index_mut(n);
             let mut pair = tile[half];
             let dot = pair.extract(c);
-            if comptime!(tested) {
-                let j = comptime!(distance(k, block.transposed) as i32).runtime();
+            let j = comptime!(distance(k, block.transposed) as i32).runtime();
+            if comptime!(tested && config.plain()) {
+                let score = visible_score(dot, geometry, config);
+                let p = power(fma(score - maximum, unit, -log_sum), config.assembly);
+                pair.insert(c, select(is_visible::<M>(view, j, mask), p, 0.0f32));
+            } else if comptime!(tested) {
                 let score = rounded_score::<E, M>(dot, view, j, mask, bias, geometry, config);
                 let p = power(fma(score - maximum, unit, -log_sum), config.assembly);
                 pair.insert(c, select(counts(score), p, 0.0f32));

@@ -195,8 +195,8 @@ fn load_pair<E: Float, N: Size>(
     pair
 }
 
-/// Whether an element has all exponent bits set. `exponent` holds those bits for both halves of a
-/// word, or for a word that is one number.
+/// Whether the size of an element is at least that of `exponent`, which holds the bits of infinity, or of
+/// what is rounded to it, for both halves of a word or for a word that is one number.
 #[cube]
 fn has_non_finite<E: Float>(chunk: Chunk<E>, #[comptime] exponent: u32) -> bool {
     let words = Vector::<u32, Const<4>>::reinterpret(chunk);
@@ -206,9 +206,9 @@ fn has_non_finite<E: Float>(chunk: Chunk<E>, #[comptime] exponent: u32) -> bool 
     #[unroll]
     for e in 0..4usize {
         let word = words.extract(e);
-        found = found || (word & high) == high;
+        found = found || (word & 0x7FFF_0000) >= high;
         if comptime!(low != 0) {
-            found = found || (word & low) == low;
+            found = found || (word & 0x7FFF) >= low;
         }
     }
     found

@@ -18,7 +18,7 @@ use super::gradient::{
 };
 use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
 use super::softmax::Position;
-use super::stage::{await_copies, issue, land, rows_of, stage_first};
+use super::stage::{await_copies, issue, land, round_first, rows_of, stage_first};
 use crate::schedule::{Geometry, queries_of_block, wholly_visible};
 use crate::unit::unit;
 use cubecl::prelude::*;
@@ -217,6 +217,8 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                 config,
             );
         }
+        round_first(&mut keys, key_staging);
+        round_first(&mut values, value_staging);
         if comptime!(blocks.apart) {
             await_copies(key_staging);
             sync_cube();

@@ -3,6 +3,7 @@
 use super::blueprint::{Blocks, Blueprint, Config, staged_as};
 use super::forward::forward_kernel;
 use super::key_value_gradient::{Sides, key_value_gradient_kernel};
+use super::launch_one_pass::one_pass;
 use super::query_gradient::query_gradient_kernel;
 use crate::device::elem_type;
 use crate::operands::{
@@ -54,7 +55,7 @@ pub fn attention_forward(
             launch.buffer(output.clone(), rows * problem.value_dim),
             BufferArg::from_raw_parts(statistics.clone(), 2 * rows),
             launch.geometry(),
-            launch.config(blocks),
+            launch.config(blocks.read_in(launch.vector)),
             launch.element,
             elem_type(problem.dtype),
             mask_element,
@@ -109,10 +110,22 @@ pub fn attention_backward(
         row_statistics: &row_statistics,
         rows,
     };
-    if let Some(gradient) = gradients.query.clone().filter(|_| rows > 0) {
+    // Copies of 16 bytes, and of all gradients: what is left out would save little.
+    let together = blueprint
+        .one_pass
+        .filter(|_| wanted.query && wanted.key && wanted.value && launch.vector == 8)
+        .filter(|_| rows > 0 && keys > 0);
+    if let Some(blueprint) = together {
+        one_pass(&backward, blueprint, &gradients);
+    }
+    if let Some(gradient) = gradients
+        .query
+        .clone()
+        .filter(|_| rows > 0 && together.is_none())
+    {
         backward.query(gradient);
     }
-    if keys > 0 {
+    if keys > 0 && together.is_none() {
         let (key, value) = (gradients.key.clone(), gradients.value.clone());
         let joint = blueprint.joint_key_value && key.is_some() && value.is_some();
         if joint {
@@ -134,12 +147,13 @@ pub fn attention_backward(
 }
 
 /// What the gradient kernels of one call read.
-struct Backward<'a> {
-    launch: &'a Launch<'a>,
-    operands: &'a Operands,
-    output_gradient: &'a TensorBinding,
-    row_statistics: &'a Handle,
-    rows: usize,
+pub(super) struct Backward<'a> {
+    pub launch: &'a Launch<'a>,
+    pub operands: &'a Operands,
+    pub output_gradient: &'a TensorBinding,
+    pub row_statistics: &'a Handle,
+    /// Rows of the query in all heads.
+    pub rows: usize,
 }
 
 impl Backward<'_> {
@@ -166,7 +180,7 @@ impl Backward<'_> {
                 BufferArg::from_raw_parts(self.row_statistics.clone(), 3 * self.rows),
                 launch.buffer(gradient, self.rows * problem.head_dim),
                 launch.geometry(),
-                launch.config(blocks),
+                launch.config(blocks.read_in(launch.vector)),
                 launch.element,
                 elem_type(problem.dtype),
                 mask_element,
@@ -208,7 +222,7 @@ impl Backward<'_> {
                 launch.buffer(value, value_elements),
                 launch.geometry(),
                 sides,
-                launch.config(blocks),
+                launch.config(blocks.read_in(launch.vector)),
                 launch.element,
                 elem_type(problem.dtype),
                 mask_element,
@@ -218,17 +232,17 @@ impl Backward<'_> {
 }
 
 /// What the launches of one call have in common.
-struct Launch<'a> {
-    client: &'a Client,
-    problem: &'a Problem,
+pub(super) struct Launch<'a> {
+    pub client: &'a Client,
+    pub problem: &'a Problem,
     blueprint: &'a Blueprint,
     /// Staged elements of a load.
-    vector: usize,
+    pub vector: usize,
     /// Staged elements of a number: `f32` is staged as two halves, of a type whose values do not matter.
     parts: usize,
-    address_type: AddressType,
+    pub address_type: AddressType,
     /// Type of a staged element.
-    element: ElemType,
+    pub element: ElemType,
 }
 
 impl<'a> Launch<'a> {
@@ -272,12 +286,12 @@ impl<'a> Launch<'a> {
         }
     }
 
-    fn config(&self, blocks: Blocks) -> Config {
+    pub fn config(&self, blocks: Blocks) -> Config {
         Config::of(self.problem, self.blueprint, blocks, self.vector)
     }
 
     /// An operand, in staged elements.
-    fn tensor(&self, x: TensorBinding) -> TensorArg {
+    pub fn tensor(&self, x: TensorBinding) -> TensorArg {
         let scaled = |sizes: &[usize]| sizes.iter().map(|n| n * self.parts).collect::<Vec<_>>();
         let strides = Strides::new(&scaled(&x.strides));
         TensorBinding { strides, ..x }.into_tensor_arg()
@@ -287,16 +301,16 @@ impl<'a> Launch<'a> {
     ///
     /// # Safety
     /// The handle has to hold that many.
-    unsafe fn buffer(&self, handle: Handle, numbers: usize) -> BufferArg {
+    pub unsafe fn buffer(&self, handle: Handle, numbers: usize) -> BufferArg {
         // SAFETY: the caller's.
         unsafe { BufferArg::from_raw_parts(handle, numbers * self.parts) }
     }
 
-    fn count(&self, cubes: usize) -> CubeCount {
+    pub fn count(&self, cubes: usize) -> CubeCount {
         cube_count(self.client, cubes)
     }
 
-    fn geometry(&self) -> GeometryLaunch {
+    pub fn geometry(&self) -> GeometryLaunch {
         geometry(self.problem)
     }
 }

@@ -3,6 +3,8 @@
 use super::blueprint::{Blocks, Blueprint, Config, plan, staged_as};
 use super::forward::forward_kernel;
 use super::key_value_gradient::{Sides, key_value_gradient_kernel};
+use super::one_pass::one_pass_kernel;
+use super::one_pass_blueprint::OnePass;
 use super::query_gradient::query_gradient_kernel;
 use crate::device::{Device, elem_type};
 use crate::machine_code::{
@@ -10,7 +12,7 @@ use crate::machine_code::{
 };
 use cubecl::ir::{AddressType, ElemType, UIntKind};
 use cubecl::prelude::CubeKernel;
-use flash_attention_spec::Dtype;
+use flash_attention_spec::{Dtype, F32Precision, Summation};
 
 /// The kernels of the family, and what chooses between their forms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,13 +49,39 @@ const OLDEST: u32 = 80;
 fn of_device(device: &Device) -> Vec<Specimen> {
     let mut all = Vec::new();
     for (kernel, dim) in KERNELS.into_iter().flat_map(|k| HEADS.map(|dim| (k, dim))) {
-        let mut add = |options: Options, dtype: Dtype, vector: usize| {
-            let problem = options.problem([dim, dim], dtype);
+        let mut add_rounded = |options: Options, dtype: Dtype, vector: usize, precision| {
+            let mut problem = options.problem([dim, dim], dtype);
+            problem.f32_precision = precision;
             let blueprint = plan(&problem, device).expect("served");
             if let Some(blocks) = kernel.blocks(&blueprint) {
-                let config = Config::of(&problem, &blueprint, blocks, vector);
+                let config = Config::of(&problem, &blueprint, blocks.read_in(vector), vector);
                 all.push(kernel.specimen(config, options, dtype));
             }
+            let one_pass = blueprint
+                .one_pass
+                .filter(|_| kernel == KERNELS[0] && vector == 8);
+            if let Some(one_pass) = one_pass {
+                let config = Config::of(&problem, &blueprint, one_pass.blocks(), vector);
+                all.push(one_pass_specimen(one_pass, config, options, dtype));
+                let unordered = OnePass {
+                    summation: Summation::Unordered,
+                    ..one_pass
+                };
+                if options == Options::NONE {
+                    all.push(one_pass_specimen(unordered, config, options, dtype));
+                }
+            }
+        };
+        if device.copy_async {
+            let tf32 = F32Precision::Tf32;
+            add_rounded(Options::NONE, Dtype::F32, 8, tf32);
+            if dim == HEADS_OF_EVERY_FORM {
+                add_rounded(Options::ALL, Dtype::F32, 8, tf32);
+                add_rounded(Options::NONE, Dtype::F32, 2, tf32);
+            }
+        }
+        let mut add = |options, dtype, vector| {
+            add_rounded(options, dtype, vector, F32Precision::Full);
         };
         add(Options::NONE, Dtype::BF16, 8);
         if device.copy_async {
@@ -111,7 +139,11 @@ impl Kernel {
             "mma {kernel} {dtype} d{}v{} {warps}x{row_tiles}x16 by {walked} stages {stages}{}{copies}{}",
             config.head_dim,
             config.value_dim,
-            if apart { " apart" } else { "" },
+            match (apart, config.tf32) {
+                (true, _) => " apart",
+                (_, Some(_)) => " rounded",
+                (_, None) => "",
+            },
             options.suffix(),
         );
         Specimen::new(name, move |offline| match self {
@@ -122,6 +154,52 @@ impl Kernel {
             }
         })
     }
+}
+
+fn one_pass_specimen(
+    one_pass: OnePass,
+    config: Config,
+    options: Options,
+    dtype: Dtype,
+) -> Specimen {
+    let name = format!(
+        "mma one pass{} {dtype} d{}v{} {} keys of {} warps by {} stages {}{}{}",
+        if one_pass.ordered() { "" } else { " unordered" },
+        config.head_dim,
+        config.value_dim,
+        one_pass.owned(),
+        one_pass.warps,
+        one_pass.walked,
+        one_pass.stages,
+        if config.asynchronous { "" } else { " plain" },
+        options.suffix(),
+    );
+    Specimen::new(name, move |offline| {
+        Box::new(one_pass_kernel::OnePassKernel::new(
+            offline.settings(one_pass.units() as u32, AddressType::U32),
+            offline.properties.clone(),
+            offline.target.clone(),
+            offline.tensor(),
+            offline.tensor(),
+            offline.tensor(),
+            offline.optional(options.mask),
+            offline.optional(config.biased),
+            offline.tensor(),
+            offline.buffer(),
+            offline.buffer(),
+            offline.buffer(),
+            offline.buffer(),
+            offline.buffer(),
+            offline.geometry(),
+            offline.index(),
+            config.vector,
+            one_pass,
+            config,
+            elem_type(dtype),
+            elem_type(dtype),
+            ElemType::UInt(UIntKind::U8),
+        ))
+    })
 }
 
 fn forward(

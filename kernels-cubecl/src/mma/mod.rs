@@ -31,12 +31,14 @@
 //!
 //! `dS` is rounded to the operands' type for its products; in `f16` it becomes infinite past 65504.
 //!
-//! Nothing is added by atomics: every result is reproducible bit for bit, at the price of two products
-//! more than a single kernel with atomics has.
+//! Together they take seven products. Where all three gradients are wanted of 16-bit operands, one pass
+//! with five serves most heads (`one_pass.rs`): cubes own keys, and add to the query's gradient in global
+//! memory. They do so in a fixed order (`turns.rs`): every result is reproducible bit for bit, unless the
+//! call permits any order.
 //!
 //! `f32` operands go through the same kernels in three parts each, which `split.rs` explains, by the
 //! generator that takes assembly text. Where there is room the gradients' walked rows are taken apart once
-//! a block, which `apart.rs` does.
+//! a block, which `apart.rs` does. Where a problem permits it they are rounded to TF32 instead: `tf32.rs`.
 //!
 //! One source for both of CubeCL's CUDA generators. Where asynchronous copies are missing a block
 //! waits in registers while the one before it is worked on. Shared tiles have an odd pitch of
@@ -50,14 +52,24 @@ mod gradient;
 mod hidden;
 mod key_value_gradient;
 mod launch;
+mod launch_one_pass;
 #[cfg(feature = "machine-code")]
 mod machine_code;
+mod one_pass;
+mod one_pass_blueprint;
+mod one_pass_step;
 mod query_gradient;
+mod query_sums;
 mod softmax;
 mod split;
 mod stage;
+mod tf32;
+mod turns;
+mod weights;
 
 pub use blueprint::{Blocks, Blueprint, Decline, forward_variants, plan};
 pub use launch::{attention_backward, attention_forward};
 #[cfg(feature = "machine-code")]
 pub(crate) use machine_code::specimens;
+pub use one_pass_blueprint::OnePass;
+pub use tf32::Ties;

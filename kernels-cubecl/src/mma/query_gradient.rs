@@ -13,7 +13,7 @@ use super::gradient::{
 };
 use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
 use super::softmax::Position;
-use super::stage::{await_copies, issue, land, rows_of, stage_first};
+use super::stage::{await_copies, issue, land, round_first, rows_of, stage_first};
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
 use cubecl::prelude::*;
 
@@ -164,6 +164,8 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
             value_staging,
         );
     }
+    round_first(&mut queries, query_staging);
+    round_first(&mut gradients, gradient_staging);
     if comptime!(blocks.apart) {
         await_copies(query_staging);
         sync_cube();

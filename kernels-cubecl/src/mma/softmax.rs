@@ -7,7 +7,7 @@
 
 use super::blueprint::Config;
 use super::fragment::{Accumulator, Pair, Registers, by_value, round_pair};
-use super::split::as_left;
+use super::tf32::as_operand;
 use crate::rounding::{separate, unscaled};
 use crate::schedule::Geometry;
 use crate::score::{
@@ -386,8 +386,14 @@ pub(crate) fn exponentials<E: Float>(
         }
     }
     if comptime!(config.halved()) {
-        weights.push(as_left(*pairs.index(0usize), *pairs.index(1usize)));
-        weights.push(as_left(*pairs.index(2usize), *pairs.index(3usize)));
+        #[unroll]
+        for step in 0..2usize {
+            weights.push(as_operand(
+                *pairs.index(comptime!(2 * step)),
+                *pairs.index(comptime!(2 * step + 1)),
+                config.instructions(),
+            ));
+        }
     } else {
         weights.push(by_value::<Registers>(registers));
     }

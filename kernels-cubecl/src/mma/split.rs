@@ -491,7 +491,11 @@ pub(crate) fn lane_along_split_columns(lane: usize) -> (usize, usize) {
 /// A right operand over 16 features of the eight rows `offset` bytes from the place; over 8, with
 /// zeros beside them, where there are not `both` eights.
 #[cube]
-fn load_column_tile(place: Place, #[comptime] offset: usize, #[comptime] both: bool) -> Registers {
+pub(crate) fn load_column_tile(
+    place: Place,
+    #[comptime] offset: usize,
+    #[comptime] both: bool,
+) -> Registers {
     let address = by_value::<u32>(place.address);
     if both {
         let numbers: Registers;
@@ -516,7 +520,11 @@ fn load_column_tile(place: Place, #[comptime] offset: usize, #[comptime] both: b
 
 /// One column of the rows that a lane sums over, of 16: `2 (l % 4)`, the next, and 8 further on.
 #[cube]
-fn load_column(place: Place, #[comptime] offset: usize, #[comptime] row_bytes: usize) -> Registers {
+pub(crate) fn load_column(
+    place: Place,
+    #[comptime] offset: usize,
+    #[comptime] row_bytes: usize,
+) -> Registers {
     let address = by_value::<u32>(place.address);
     let second = comptime!(offset + row_bytes);
     let third = comptime!(offset + 8 * row_bytes);

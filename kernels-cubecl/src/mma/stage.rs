@@ -3,8 +3,12 @@
 //! Three ways, one interface: [`issue`] starts a tile on its way and [`land`] completes it.
 //! With asynchronous copies the tile goes straight to shared memory; with `prefetch` it waits in
 //! registers until its place is free; else [`land`] does all of it.
+//!
+//! Where a tile of `f32` is rounded to TF32, each unit rounds the chunks that it has copied, before others
+//! read them.
 
-use super::fragment::{CHUNK, Chunk, by_value, chunks, pitch, shared_address};
+use super::fragment::{CHUNK, Chunk, Registers, by_value, chunks, pitch, shared_address};
+use super::tf32::{Ties, rounded_numbers};
 use crate::unit::unit;
 use cubecl::prelude::*;
 
@@ -53,6 +57,8 @@ pub(crate) struct Staging {
     pub halved: bool,
     /// Whether registers are scarce.
     pub crowded: bool,
+    /// Whether, and how, `f32` numbers are rounded to TF32.
+    pub tf32: Option<Ties>,
     /// By asynchronous copies.
     pub asynchronous: bool,
     /// Through registers, ahead of time.
@@ -63,6 +69,12 @@ impl Staging {
     /// The same, without a stop in registers: for a tile that is staged once.
     const fn direct(mut self) -> Self {
         self.prefetch = false;
+        self
+    }
+
+    /// The same, for numbers that are rounded later.
+    pub(crate) const fn unrounded(mut self) -> Self {
+        self.tf32 = None;
         self
     }
 
@@ -208,6 +220,7 @@ pub(crate) fn land<E: Float, N: Size>(
 ) {
     if comptime!(staging.asynchronous) {
         gpu_asm!("cp.async.wait_group 0;");
+        round_landed(tile, slot, staging);
     } else if comptime!(staging.vector < CHUNK) {
         let width = comptime!(chunks(staging.dim));
         // Of an unknown number of steps: compilers would unroll them, and have the elements of all chunks on
@@ -215,7 +228,8 @@ pub(crate) fn land<E: Float, N: Size>(
         for index in range_stepped(UNIT_POS as usize, staging.chunks(), staging.units) {
             let (row, chunk) = (index / width, index % width);
             let to = slot + row * comptime!(pitch(staging.dim)) + chunk;
-            tile[to] = load_chunk(x, rows, first_row + row as i32, chunk, staging);
+            let loaded = load_chunk(x, rows, first_row + row as i32, chunk, staging);
+            tile[to] = round_chunk(loaded, staging.tf32);
         }
     } else {
         let width = comptime!(chunks(staging.dim));
@@ -226,11 +240,12 @@ pub(crate) fn land<E: Float, N: Size>(
                 || index < comptime!(staging.chunks())
             {
                 let to = slot + index / width * comptime!(pitch(staging.dim)) + index % width;
-                if comptime!(staging.prefetch) {
-                    tile[to] = pending[n];
+                let chunk = if comptime!(staging.prefetch) {
+                    pending[n]
                 } else {
-                    tile[to] = own_chunk(x, rows, first_row, n, staging);
-                }
+                    own_chunk(x, rows, first_row, n, staging)
+                };
+                tile[to] = round_chunk(chunk, staging.tf32);
             }
         }
     }
@@ -259,6 +274,72 @@ pub(crate) fn stage_first<E: Float, N: Size>(
 pub(crate) fn await_copies(#[comptime] staging: Staging) {
     if comptime!(staging.asynchronous) {
         gpu_asm!("cp.async.wait_group 0;");
+    }
+}
+
+/// Completes what [`stage_first`] started where its numbers are rounded; a `sync_cube` has to follow.
+#[cube]
+pub(crate) fn round_first<E: Float>(tile: &mut Shared<[Chunk<E>]>, #[comptime] staging: Staging) {
+    if comptime!(staging.asynchronous && staging.tf32.is_some()) {
+        await_copies(staging);
+        round_landed(tile, 0usize, staging);
+    }
+}
+
+/// Rounds the numbers that the unit has copied to a tile from its chunk `slot` on, if they are to be
+/// rounded. They have landed; a `sync_cube` has to follow.
+#[cube]
+fn round_landed<E: Float>(
+    tile: &mut Shared<[Chunk<E>]>,
+    slot: usize,
+    #[comptime] staging: Staging,
+) {
+    if comptime!(staging.asynchronous && staging.tf32.is_some()) {
+        // The chunks of `issue`.
+        let width = comptime!(chunks(staging.dim));
+        let step = comptime!(staging.units / width);
+        let distance = comptime!(step * pitch(staging.dim));
+        let whole = comptime!(staging.rows.is_multiple_of(AT_ONCE * step));
+        let row = UNIT_POS as usize / width;
+        let chunk = UNIT_POS as usize % width;
+        let first = slot + row * comptime!(pitch(staging.dim)) + chunk;
+        let end = slot + comptime!(staging.rows * pitch(staging.dim));
+        if comptime!(staging.units.is_multiple_of(width)) || row < step {
+            // Some loads on their way at once, and of an unknown number of steps: compilers would
+            // unroll all of them.
+            for at in range_stepped(first, end, comptime!(AT_ONCE * distance)) {
+                let mut loaded = Sequence::<Chunk<E>>::new();
+                #[unroll]
+                for n in 0..AT_ONCE {
+                    let mut at = at + comptime!(n * distance);
+                    if comptime!(!whole && n > 0) {
+                        at = select(at < end, at, first);
+                    }
+                    loaded.push(tile[at]);
+                }
+                #[unroll]
+                for n in 0..AT_ONCE {
+                    let at = at + comptime!(n * distance);
+                    if comptime!(whole || n == 0) || at < end {
+                        tile[at] = round_chunk(*loaded.index(n), staging.tf32);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Chunks that a unit rounds at once.
+const AT_ONCE: usize = 4;
+
+/// Four numbers rounded to TF32, or a chunk as it is.
+#[cube]
+fn round_chunk<E: Float>(chunk: Chunk<E>, #[comptime] tf32: Option<Ties>) -> Chunk<E> {
+    if comptime!(tf32.is_some()) {
+        let numbers = Registers::reinterpret(chunk);
+        Chunk::<E>::reinterpret(rounded_numbers(numbers, comptime!(tf32.unwrap())))
+    } else {
+        chunk
     }
 }
 

@@ -31,6 +31,7 @@ pub fn grid(full: bool) -> Vec<Case> {
     cases.extend(scales());
     cases.extend(wide_heads());
     cases.extend(unordered());
+    cases.extend(tf32());
     cases.extend(windows());
     cases.extend(layouts());
     cases.extend(long_layouts());
@@ -340,6 +341,44 @@ fn unordered() -> Vec<Case> {
         case("window and mask, 40 features", 40)
             .window(Some(90), Some(20))
             .mask(Mask::Random(FULL)),
+    ]
+}
+
+fn tf32() -> Vec<Case> {
+    let catches = "Products of numbers rounded to TF32 mix up elements, or round more than that.";
+    let hidden = "A hidden number that TF32 rounds to infinity is multiplied by 0 and spreads.";
+    let sized = |name: &str, catches, [seq_q, seq_kv]: [usize; 2], dims: [usize; 2]| {
+        let sizes = [1, 4, 2, seq_q, seq_kv, dims[0], dims[1]];
+        Case::new(format!("tf32: {name}"), catches, sizes)
+            .tf32()
+            .loss(Loss::Both)
+    };
+    let case = |name, dims| sized(name, catches, [300, 333], dims);
+    vec![
+        case("all keys, 64 features", [64, 64]),
+        case("causal, 64 features", [64, 64]).causal(),
+        case("causal, 128 features", [128, 128]).causal(),
+        case("80 features", [80, 80]),
+        case("odd dimensions", [59, 21]),
+        case("256 features", [256, 256]).causal(),
+        case("bias and soft cap", [64, 64])
+            .bias(Bias::Uniform([true, false, false, false]))
+            .softcap(1.5),
+        case("window and mask, 128 features", [128, 128])
+            .window(Some(90), Some(20))
+            .mask(Mask::Random(FULL)),
+        case("no axis dense", [64, 64]).layout(Layout::Transposed),
+        sized(
+            "NaN that causal shows to some queries",
+            catches,
+            [150, 300],
+            [64, 64],
+        )
+        .causal()
+        .poison(200..202, f64::NAN),
+        sized("largest numbers hidden", hidden, [150, 300], [64, 64])
+            .mask(Mask::Keys(30..38))
+            .poison(30..38, f64::from(f32::MAX)),
     ]
 }
 

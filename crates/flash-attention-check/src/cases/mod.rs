@@ -6,7 +6,8 @@ mod products;
 pub use grid::grid;
 
 use flash_attention_spec::{
-    Alignment, Dtype, Operand, Operands, Options, Problem, ProblemError, Summation, Wanted, Window,
+    Alignment, Dtype, F32Precision, Operand, Operands, Options, Problem, ProblemError, Summation,
+    Wanted, Window,
 };
 use std::ops::Range;
 
@@ -276,6 +277,12 @@ impl Case {
     pub fn unordered(mut self) -> Self {
         self.options.summation = Summation::Unordered;
         self
+    }
+
+    /// Lets operands of products in `f32` be rounded to TF32; the case is for that type alone.
+    pub fn tf32(mut self) -> Self {
+        self.options.f32_precision = F32Precision::Tf32;
+        self.dtypes(&[Dtype::F32])
     }
 
     /// Sets the mask.

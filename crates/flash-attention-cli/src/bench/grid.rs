@@ -1,6 +1,6 @@
 //! What is measured: the points of each grid, and how much arithmetic one is.
 
-use burn_flash_attention::{Dtype, Options, Summation, Window};
+use burn_flash_attention::{Dtype, F32Precision, Options, Summation, Window};
 use clap::ValueEnum;
 use std::fmt;
 
@@ -115,6 +115,8 @@ pub struct Point {
     pub head_dim: usize,
     /// How the parts of gradients are added.
     pub summation: Summation,
+    /// How products of `f32` operands are formed.
+    pub f32_precision: F32Precision,
 }
 
 /// What is asked for instead of all of a grid.
@@ -130,6 +132,8 @@ pub struct Choice {
     pub causal: Option<bool>,
     /// How the parts of gradients are added.
     pub summation: Summation,
+    /// How products of `f32` operands are formed.
+    pub f32_precision: F32Precision,
 }
 
 impl Grid {
@@ -147,6 +151,7 @@ impl Grid {
                         if self.has(pass, seq) {
                             points.push(Point {
                                 summation: choice.summation,
+                                f32_precision: choice.f32_precision,
                                 ..self.point(variant, pass, dtype, seq, head_dim)
                             });
                         }
@@ -222,6 +227,7 @@ impl Grid {
             seq,
             head_dim,
             summation: Summation::default(),
+            f32_precision: F32Precision::default(),
         }
     }
 }
@@ -257,6 +263,7 @@ impl Point {
                 right: None,
             },
             summation: self.summation,
+            f32_precision: self.f32_precision,
             ..Options::default()
         }
     }

@@ -5,7 +5,7 @@ use super::peers::{self, Peers};
 use super::record::{Measured, TITLES, point_json};
 use crate::Outcome;
 use crate::report::{Report, Table};
-use burn_flash_attention::{DeviceReport, Dtype, Summation};
+use burn_flash_attention::{DeviceReport, Dtype, F32Precision, Summation};
 use serde_json::json;
 use std::fmt::Write;
 
@@ -20,6 +20,8 @@ pub struct About<'a> {
     pub samples: usize,
     /// Of gradients.
     pub summation: Summation,
+    /// Of products of `f32` operands.
+    pub f32_precision: F32Precision,
 }
 
 /// What became of a point.
@@ -73,6 +75,7 @@ pub fn report(about: &About, found: &[(Point, Found)], peers: Option<&Peers>) ->
             "grid_is_default": about.grid_is_default,
             "dtype": about.dtype.to_string(),
             "unordered_gradients": about.summation == Summation::Unordered,
+            "tf32": about.f32_precision == F32Precision::Tf32,
             "points": measured.iter().map(|it| it.json(&ratios(it))).collect::<Vec<_>>(),
             "failures": failed.collect::<Vec<_>>(),
             "not_reached": not_reached.iter().map(|point| point_json(point)).collect::<Vec<_>>(),
@@ -107,8 +110,12 @@ fn text(about: &About, measured: &[Measured], peers: Option<&Peers>) -> Outcome<
         Summation::Reproducible => "",
         Summation::Unordered => ", gradients summed in any order",
     };
+    let rounded = match (dtype, about.f32_precision) {
+        (Dtype::F32, F32Precision::Tf32) => " rounded to TF32 where there are kernels for that",
+        _ => "",
+    };
     let mut text = format!(
-        "{name}: {hardware}, compiler {compiler}, {} build; {grid} grid{default}, {dtype}{order}\n",
+        "{name}: {hardware}, compiler {compiler}, {} build; {grid} grid{default}, {dtype}{rounded}{order}\n",
         build(),
     );
     if !measured.is_empty() {

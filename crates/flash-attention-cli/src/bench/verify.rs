@@ -5,7 +5,7 @@ use super::grid::{Pass, Point};
 use super::limit::Limit;
 use crate::Outcome;
 use burn::tensor::{DType, Tensor};
-use burn_flash_attention::{Dtype, Problem};
+use burn_flash_attention::{Dtype, F32Precision, Problem};
 use flash_attention_check::sampled::{
     Head, RelativeError, bounds, key_gradients, rows, scores_formed,
 };
@@ -101,7 +101,7 @@ pub fn verify(
         if keys.is_empty() && scores < SCORES {
             // What was compared must be right all the same.
             for (output, error) in errors {
-                judge(point.dtype, output, error.relative())?;
+                judge(point.dtype, point.f32_precision, output, error.relative())?;
             }
             return Ok(None);
         }
@@ -121,12 +121,17 @@ pub fn verify(
     }
     let verdicts = errors
         .into_iter()
-        .map(|(output, error)| judge(point.dtype, output, error.relative()));
+        .map(|(output, error)| judge(point.dtype, point.f32_precision, output, error.relative()));
     verdicts.collect::<Outcome<_>>().map(Some)
 }
 
-fn judge(dtype: Dtype, output: &'static str, error: f64) -> Outcome<Verdict> {
-    let [of_output, of_gradient] = bounds(dtype);
+fn judge(
+    dtype: Dtype,
+    precision: F32Precision,
+    output: &'static str,
+    error: f64,
+) -> Outcome<Verdict> {
+    let [of_output, of_gradient] = bounds(dtype, precision);
     let bound = if output == "o" {
         of_output
     } else {
@@ -267,7 +272,7 @@ mod tests {
         let relative = |got: f32| {
             let mut error = RelativeError::default();
             error.add(&[1.0, got], &[1.0, 1.0]);
-            judge(Dtype::BF16, "o", error.relative())
+            judge(Dtype::BF16, F32Precision::Full, "o", error.relative())
         };
         assert!(relative(1.0 + 2f32.powi(-8)).is_ok());
         assert!(relative(f32::NAN).is_err());

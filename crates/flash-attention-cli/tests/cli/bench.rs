@@ -62,6 +62,16 @@ fn the_order_of_sums_is_said() {
 
 #[test]
 #[cfg(feature = "flex")]
+fn products_that_may_be_rounded_are_said() {
+    assert_eq!(json(SMALL)["tf32"], false);
+    assert!(!stdout(SMALL).contains("TF32"));
+    let rounded = format!("{SMALL} --f32-precision tf32");
+    assert_eq!(json(&rounded)["tf32"], true);
+    assert!(stdout(&rounded).contains("f32 rounded to TF32"));
+}
+
+#[test]
+#[cfg(feature = "flex")]
 fn a_run_writes_rows_a_drawing_and_ratios() {
     let folder = tempfile::tempdir().unwrap();
     let [csv, plot, peers] =
