@@ -505,6 +505,29 @@ const QUERY_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
     (256, &[blocks(4, 1, 16), blocks(2, 1, 16)], &[]),
 ];
 
+/// Blocks for `f32` with options.
+const FORWARD_F32_OPTIONS: [(usize, &[Blocks], &[Blocks]); 3] = [
+    FORWARD_F32[0],
+    (128, &[blocks(4, 1, 32), blocks(4, 1, 16)], &[]),
+    FORWARD_F32[FORWARD_F32.len() - 1],
+];
+
+const QUERY_GRADIENT_F32_OPTIONS: [(usize, &[Blocks], &[Blocks]); 3] = [
+    QUERY_GRADIENT_F32[0],
+    (
+        128,
+        &[
+            taken_apart(8, 1, 16),
+            taken_apart(4, 1, 16),
+            staged_twice(4, 1, 16),
+            blocks(4, 1, 32),
+            blocks(4, 1, 16),
+        ],
+        &[],
+    ),
+    QUERY_GRADIENT_F32[2],
+];
+
 /// Both sums beside probabilities and their gradients leave few registers.
 const KEY_VALUE_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 4] = [
     (
@@ -576,15 +599,24 @@ fn tables(problem: &Problem, device: &Device, tf32: bool) -> [&'static Table; 3]
     if problem.dtype == Dtype::F32 && tf32 {
         return [&FORWARD_TF32, &GRADIENT_TF32, &GRADIENT_TF32];
     }
-    if problem.dtype == Dtype::F32 {
-        return [&FORWARD_F32, &QUERY_GRADIENT_F32, &KEY_VALUE_GRADIENT_F32];
-    }
     let (masked, biased) = (problem.mask.is_some(), problem.bias.is_some());
+    let options = masked || biased || problem.softcap.is_some();
+    if problem.dtype == Dtype::F32 {
+        return if options {
+            [
+                &FORWARD_F32_OPTIONS,
+                &QUERY_GRADIENT_F32_OPTIONS,
+                &KEY_VALUE_GRADIENT_F32,
+            ]
+        } else {
+            [&FORWARD_F32, &QUERY_GRADIENT_F32, &KEY_VALUE_GRADIENT_F32]
+        };
+    }
     let alone = masked && !biased;
     let forward: &Table = if alone { &FORWARD_MASKED } else { &FORWARD };
     if alone && device.cuda_capability >= Some(90) {
         [forward, &QUERY_GRADIENT_OPTIONS, &KEY_VALUE_GRADIENT_MASKED]
-    } else if masked || biased || problem.softcap.is_some() {
+    } else if options {
         [
             forward,
             &QUERY_GRADIENT_OPTIONS,
