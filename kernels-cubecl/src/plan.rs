@@ -3,7 +3,7 @@
 //! The portable family serves every valid problem that fits the device. Faster families are asked
 //! first; each serves a problem exactly as the specification has it, or names its reason.
 
-use crate::device::Device;
+use crate::device::{Device, WITHOUT};
 use crate::hopper;
 use crate::mma;
 use crate::portable;
@@ -24,6 +24,12 @@ pub const MMA: &str = "mma";
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PlanError {
+    /// [`WITHOUT`] names a family that there is none of, or that cannot be left out.
+    #[error("{WITHOUT} names {given}, expected {HOPPER} or {MMA}")]
+    Family {
+        /// The name.
+        given: String,
+    },
     /// The device cannot hold the element type.
     #[error("device {device} has no {given}, expected one of {expected}")]
     Dtype {
@@ -198,6 +204,12 @@ impl Served {
 /// # Errors
 /// [`PlanError`] names what the device lacks.
 pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, PlanError> {
+    let unknown = |name: &&String| ![HOPPER, MMA].contains(&name.as_str());
+    if let Some(given) = device.left_out.iter().find(unknown) {
+        return Err(PlanError::Family {
+            given: given.clone(),
+        });
+    }
     Ok(Blueprint {
         portable: portable::plan(problem, device)?,
         hopper: hopper::plan_forward(problem, device),

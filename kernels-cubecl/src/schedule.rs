@@ -50,8 +50,10 @@ pub(crate) fn keys_of_block(
     if end > geometry.seq_kv {
         end = geometry.seq_kv;
     }
-    if end < first {
-        end = first;
+    // None are no block of them either, wherever they would be.
+    if end <= first {
+        first = 0i32;
+        end = 0i32;
     }
     BlockRange { first, end }
 }
@@ -94,8 +96,10 @@ pub(crate) fn queries_of_block(
     if end > geometry.seq_q {
         end = geometry.seq_q;
     }
-    if end < first {
-        end = first;
+    // As above: a block past the last one has no place among the sums that blocks are added to.
+    if end <= first {
+        first = 0i32;
+        end = 0i32;
     }
     BlockRange { first, end }
 }

@@ -284,11 +284,16 @@ fn a_family_that_is_left_out_leaves_the_problem_to_the_next() {
         (blueprint.forward().family, blueprint.backward().family)
     };
     assert_eq!(served(&device), (HOPPER, HOPPER));
-    device.left_out = vec![HOPPER];
+    device.left_out = vec![HOPPER.to_string()];
     assert_eq!(served(&device), (MMA, MMA));
-    device.left_out = vec![HOPPER, MMA];
+    device.left_out = vec![HOPPER.to_string(), MMA.to_string()];
     assert_eq!(served(&device), (PORTABLE, PORTABLE));
     let reason = format!("left out by {WITHOUT}");
     let declined = plan(&problem, &device).unwrap().declined();
     assert_eq!(declined, [(HOPPER, reason.clone()), (MMA, reason)]);
+    device.left_out = vec!["Hopper".to_string()];
+    assert_eq!(
+        plan(&problem, &device).unwrap_err().to_string(),
+        format!("{WITHOUT} names Hopper, expected hopper or mma")
+    );
 }

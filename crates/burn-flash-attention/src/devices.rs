@@ -222,7 +222,9 @@ impl fmt::Display for Explanation {
         match self.f32_precision {
             None => Ok(()),
             Some(F32Precision::Tf32) => f.write_str("; f32 rounded to TF32"),
-            Some(F32Precision::Full) => f.write_str("; f32 in full, there is no form in TF32"),
+            Some(F32Precision::Full) => {
+                f.write_str("; f32 in full, TF32 has no form here or none for sums this long")
+            }
         }
     }
 }
@@ -283,7 +285,7 @@ mod tests {
         assert!(
             permitted
                 .to_string()
-                .ends_with("; f32 in full, there is no form in TF32")
+                .ends_with("; f32 in full, TF32 has no form here or none for sums this long")
         );
         for other in [
             explained(Dtype::F32, F32Precision::Full),

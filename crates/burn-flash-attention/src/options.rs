@@ -118,8 +118,8 @@ impl AttentionOptions {
     }
 
     /// Lets operands of matrix products be rounded to TF32, 11 bits, where query, key and value are `f32`
-    /// and that is faster: on NVIDIA devices of compute capability 8.0 and later, by CUDA's C++ generator.
-    /// Everywhere else products stay in full, and `f16` and `bf16` are not touched; [`explain`] says what
+    /// and that is faster: on NVIDIA devices of compute capability 8.0 and later, by CUDA's C++ generator, for
+    /// sums of at most 65,536 terms. Everywhere else products stay in full, and `f16` and `bf16` are not touched; [`explain`] says what
     /// is done.
     ///
     /// ```

@@ -271,7 +271,7 @@ pub fn plan_forward(problem: &Problem, device: &Device) -> Result<ForwardBluepri
 
 /// What both passes ask of a problem and a device.
 pub(super) fn check_problem(problem: &Problem, device: &Device) -> Result<(), Declined> {
-    if device.left_out.contains(&HOPPER) {
+    if device.left_out.iter().any(|name| name == HOPPER) {
         return Err(Declined::LeftOut);
     }
     if device.compiler != "cuda c++" {

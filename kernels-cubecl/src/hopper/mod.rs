@@ -5,7 +5,8 @@
 //! through shared memory in stages, by the copy engine, which also fills in zeros past the ends of a
 //! sequence and of a head. A plane of its own asks for them, for one block of queries after the other, and
 //! leaves most of its registers to the warpgroups. No warpgroup waits for another but for its stages: one
-//! ends its queries and starts the next while others multiply.
+//! ends its queries and starts the next while others multiply. Wide heads with many keys are different:
+//! there two warpgroups take turns at the products of two blocks (`joined.rs`).
 //!
 //! ```text
 //! for each visible key block, from the last          all warpgroups walk the same blocks

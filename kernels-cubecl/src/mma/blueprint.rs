@@ -174,7 +174,7 @@ const LONGEST_TF32: usize = 1 << 16;
 /// # Errors
 /// [`Decline`] names what the device or the problem lacks.
 pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
-    if device.left_out.contains(&MMA) {
+    if device.left_out.iter().any(|name| name == MMA) {
         return Err(Decline::LeftOut);
     }
     let name = || device.hardware.clone();

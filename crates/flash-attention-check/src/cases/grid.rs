@@ -32,6 +32,8 @@ pub fn grid(full: bool) -> Vec<Case> {
     cases.extend(wide_heads());
     cases.extend(unordered());
     cases.extend(tf32());
+    cases.extend(keys_past_the_window());
+    cases.extend(wide_and_long());
     cases.extend(windows());
     cases.extend(layouts());
     cases.extend(long_layouts());
@@ -328,6 +330,60 @@ fn scales() -> Vec<Case> {
     ]
 }
 
+/// Blocks of keys that no query sees, and whose place is past the last block of queries.
+fn keys_past_the_window() -> Vec<Case> {
+    let catches =
+        "A block of keys past the window waits for its turn at queries that are not there.";
+    let case = |name: &str, dim: usize| {
+        let name = format!("keys past the window: {name}");
+        Case::new(name, catches, [1, 2, 1, 100, 400, dim, dim])
+            .window(Some(9), Some(4))
+            .top_left()
+            .loss(Loss::Both)
+    };
+    vec![
+        case("64 features", 64),
+        case("64 features, unordered gradients", 64).unordered(),
+        case("128 features", 128),
+        case("256 features", 256),
+    ]
+}
+
+/// Wide heads with more keys than their kernels take one block at a time.
+fn wide_and_long() -> Vec<Case> {
+    let catches = "Two blocks in flight take each other's values, or the end of one tile the start of the next.";
+    let nan = f64::NAN;
+    let case = |name: &str, [seq_q, seq_kv, head_dim, value_dim]: [usize; 4]| {
+        let name = format!("wide and long: {name}");
+        Case::new(name, catches, [1, 2, 1, seq_q, seq_kv, head_dim, value_dim])
+            .wanted(Wanted::NONE)
+            .loss(Loss::Output)
+    };
+    vec![
+        case("causal, NaN that some queries see", [150, 1900, 256, 256])
+            .causal()
+            .poison(1850..1852, nan),
+        case("all keys, NaN behind them", [70, 1700, 64, 192]).layout(Layout::LongerBuffer),
+        case("window, NaN before it", [150, 1900, 136, 256])
+            .window(Some(1600), Some(3))
+            .poison(0..149, nan),
+        Case::new(
+            "wide and long: queries that see nothing",
+            catches,
+            [1, 1, 1, 3500, 3300, 136, 136],
+        )
+        .wanted(Wanted::NONE)
+        .loss(Loss::Output)
+        .causal()
+        .poison(3299..3300, nan),
+        case(
+            "negative scale, queries of many tiles",
+            [500, 1601, 256, 200],
+        )
+        .scale(-0.1),
+    ]
+}
+
 fn unordered() -> Vec<Case> {
     let catches = "Parts of a gradient that are added in any order are lost, or added twice.";
     let case = |name: &str, dim: usize| {
@@ -401,7 +457,7 @@ fn wide_heads() -> Vec<Case> {
             .mask(Mask::Random(FULL))
             .bias(Bias::Uniform([true, false, false, false]))
             .softcap(1.5),
-        case("NaN that causal shows to some queries", [256, 200])
+        case("NaN that causal shows to some queries", [256, 192])
             .causal()
             .poison(130..132, f64::NAN),
     ]
