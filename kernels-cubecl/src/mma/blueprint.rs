@@ -755,14 +755,16 @@ impl Config {
     }
 
     /// Whether registers are scarce, and what follows from a unit's number is found out again where it is
-    /// needed: all but plain kernels of 16-bit numbers, unless warps own two row tiles and the rows of a
+    /// needed: all but plain kernels of 16-bit numbers, or of TF32 and narrow heads, unless warps own two row tiles and the rows of a
     /// copy are no power of two of chunks.
     pub(crate) const fn crowded(&self) -> bool {
         let even =
             chunks(self.head_dim).is_power_of_two() && chunks(self.value_dim).is_power_of_two();
         let wide = self.blocks.row_tiles > 1 && !even;
         let options = self.masked || self.capped || self.biased;
-        self.assembly && (self.halved() || options || self.vector < CHUNK || wide)
+        let narrow = self.head_dim <= 64 && self.value_dim <= 64;
+        let parts = self.halved() && (self.tf32.is_none() || !narrow);
+        self.assembly && (parts || options || self.vector < CHUNK || wide)
     }
 
     /// Whether the largest score belongs to the smallest value that the softmax compares.
