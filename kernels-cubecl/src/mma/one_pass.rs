@@ -28,9 +28,9 @@ use super::blueprint::Config;
 use super::forward::store_rows;
 use super::fragment::{Accumulator, Chunk, as_weights, by_value, further, zeros};
 use super::gradient::{load_statistics, scale_all, store_statistics};
-use super::one_pass_blueprint::OnePass;
+use super::one_pass_blueprint::{KEYS, OnePass};
 use super::one_pass_step::{
-    ROW_TILES, Step, add_other_parts, add_own_part, query_tile, tiles, work,
+    ROW_TILES, Step, add_other_parts, add_own_part, nothing_yet, query_tile, tiles,
 };
 use super::query_sums::add_to_sums;
 use super::stage::{await_copies, issue, land, rows_of, stage_first};
@@ -86,8 +86,9 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     let query_blocks = (geometry.seq_q as usize).div_ceil(block_q);
     let heads = geometry.batch * kv_heads;
     // The cube's number; whether there are keys that are not finite; whether queries and output gradients
-    // of this step, and of the next; where its gradients go, which no register holds all along.
-    let mut notes = Shared::<[u32]>::new_slice(6usize);
+    // of this step, and of the next; where its gradients go, whether its turn had come early in the step,
+    // and whose counter the step before left waiting, none of which a register holds all along.
+    let mut notes = Shared::<[u32]>::new_slice(8usize);
     if UNIT_POS < 4 {
         let mut note = 0u32;
         if comptime!(ordered) {
@@ -121,7 +122,6 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     let value_rows = rows_of(value, batch, kv_head, geometry.seq_kv);
 
     let mut tiles = tiles::<E>(one_pass, config);
-    let work = work(&tiles, one_pass, config);
 
     let key_staging = comptime!(config.staging(block_kv, config.head_dim));
     let value_staging = comptime!(config.staging(block_kv, config.value_dim));
@@ -223,7 +223,6 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         let at_gradient = stage * gradient_slot;
         let at_statistics = stage * comptime!(3 * block_q);
         let counter = (batch * geometry.heads + head) * query_blocks + block;
-        let turn = turn_at(counter, first_query, first_kv, &geometry, block_q, block_kv);
 
         if step + 1 < steps {
             if comptime!(asynchronous && stages == 2) {
@@ -246,21 +245,20 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                     gradient_staging,
                 );
             }
-            load_statistics(
-                row_statistics,
-                &mut pending_statistics,
-                batch,
-                next_head,
-                next_query + own as i32,
-                &geometry,
-                config,
-            );
         }
-        // Asked early: the answer comes from far away.
-        let mut seen = 0u32;
         if comptime!(fenced) {
+            // Here, where the other warps have products to wait for, and not where all wait for this one.
+            // What the cube added in the step before is in, and if it is its turn already, nothing that
+            // comes after happens before.
             if own == 0 {
-                seen = turns[counter].load();
+                let turn = turn_at(counter, first_query, first_kv, &geometry, block_q, block_kv);
+                let seen = turns[counter].load();
+                fence();
+                if step > 0 {
+                    pass_turn(turns, notes[7] as usize);
+                }
+                notes[6] = select(seen == turn.count, 1u32, 0u32);
+                notes[7] = counter as u32;
             }
         }
         let edge = always || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
@@ -294,7 +292,6 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                 &mut tiles,
                 &mut key_sums,
                 &mut value_sums,
-                work,
                 current,
                 &mask,
                 &bias,
@@ -308,7 +305,6 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                 &mut tiles,
                 &mut key_sums,
                 &mut value_sums,
-                work,
                 current,
                 &mask,
                 &bias,
@@ -321,19 +317,9 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
 
         if comptime!(ordered) {
             if own == 0 {
-                if comptime!(fenced) {
-                    // What the cube added in the step before is in. If it is its turn already, nothing
-                    // that comes after happens before.
-                    fence();
-                    if step > 0 {
-                        let first_of_head = block == last_of_head;
-                        let before = select(first_of_head, first_block, block + 1);
-                        let head = select(first_of_head, head - 1, head);
-                        let before = (batch * geometry.heads + head) * query_blocks + before;
-                        pass_turn(turns, before);
-                    }
-                }
-                if seen != turn.count || comptime!(!fenced) {
+                if comptime!(!fenced) || notes[6] == 0 {
+                    let turn =
+                        turn_at(counter, first_query, first_kv, &geometry, block_q, block_kv);
                     wait_turn(turns, turn);
                     if comptime!(fenced) {
                         fence();
@@ -350,6 +336,15 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             notes[2 + (step + 1) % 2] = 0u32;
         }
         if step + 1 < steps {
+            load_statistics(
+                row_statistics,
+                &mut pending_statistics,
+                batch,
+                next_head,
+                next_query + own as i32,
+                &geometry,
+                config,
+            );
             if comptime!(late && stages == 2) {
                 issue(
                     query,
@@ -376,12 +371,11 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             &tiles,
             &mut key_sums,
             &mut value_sums,
-            work,
             current,
             one_pass,
             config,
         );
-        let tile = query_tile(&tiles, work, current, one_pass, config);
+        let tile = query_tile(&tiles, current, one_pass, config);
         add_to_sums(
             query_sums,
             (counter * one_pass.warps + UNIT_POS as usize / 32) * comptime!(tile_columns * 128),
@@ -456,11 +450,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     if comptime!(fenced) {
         if own == 0 && steps > 0 {
             fence();
-            let head = kv_head * geometry.group + geometry.group - 1;
-            pass_turn(
-                turns,
-                (batch * geometry.heads + head) * query_blocks + first_block,
-            );
+            pass_turn(turns, notes[7] as usize);
         }
     }
 
@@ -474,7 +464,6 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     share_sums(
         &mut tiles.keys,
         &key_sums,
-        work.row,
         config.head_dim,
         one_pass,
         config,
@@ -482,7 +471,6 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     share_sums(
         &mut tiles.values,
         &value_sums,
-        work.row,
         config.value_dim,
         one_pass,
         config,
@@ -517,15 +505,15 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
 fn share_sums<E: Float>(
     tile: &mut Shared<[Chunk<E>]>,
     sums: &Sequence<Accumulator>,
-    row: usize,
     #[comptime] dim: usize,
     #[comptime] one_pass: OnePass,
     #[comptime] config: Config,
 ) {
     let instructions = comptime!(config.instructions());
     let columns = comptime!(dim / one_pass.sides / 8);
-    let side = UNIT_POS as usize / 32 % one_pass.sides;
-    let row = row + nothing_yet(config.assembly) as usize;
+    let unit = UNIT_POS as usize + nothing_yet(config.assembly) as usize;
+    let side = unit / 32 % one_pass.sides;
+    let row = unit / comptime!(32 * one_pass.sides) * KEYS;
     let place = along_weights(&*tile, row, config.pitch(dim), one_pass.wide, instructions);
     store_weights(
         tile,
@@ -537,17 +525,4 @@ fn share_sums<E: Float>(
         one_pass.wide,
         instructions,
     );
-}
-
-/// 0, which compilers do not know before they get here: addresses that depend on it take no registers
-/// from the loop before.
-#[cube]
-fn nothing_yet(#[comptime] assembly: bool) -> u32 {
-    if comptime!(assembly) {
-        let nothing: u32;
-        gpu_asm!("mov.u32 {nothing}, 0;", nothing = out(_) nothing);
-        by_value::<u32>(nothing)
-    } else {
-        0u32.runtime()
-    }
 }

@@ -3,7 +3,7 @@
 use super::blueprint::Config;
 use super::fragment::{
     Accumulator, Chunk, Instructions, Place, Registers, along_columns, along_rows, along_sums,
-    as_weights, dot_products, further, load_block, zeros,
+    as_weights, by_value, dot_products, further, load_block, zeros,
 };
 use super::gradient::{Block, keep_dots, rebuild_probabilities, score_gradients};
 use super::one_pass_blueprint::{KEYS, OnePass};
@@ -60,9 +60,9 @@ pub(crate) fn tiles<E: Float>(
 /// What a warp works on, and its lanes' places in the tiles.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct Work {
+struct Work {
     /// The warp's first key among the cube's.
-    pub row: usize,
+    row: usize,
     /// Its number among the warps that own the same keys.
     side: usize,
     /// Its first query of a block.
@@ -87,9 +87,23 @@ pub(crate) struct Work {
     tile_key: Place,
 }
 
-/// The work of the unit's warp.
+/// 0, which compilers do not know before they get here: addresses that depend on it take no registers
+/// from the loop before.
 #[cube]
-pub(crate) fn work<E: Float>(
+pub(crate) fn nothing_yet(#[comptime] assembly: bool) -> u32 {
+    if comptime!(assembly) {
+        let nothing: u32;
+        gpu_asm!("mov.u32 {nothing}, 0;", nothing = out(_) nothing);
+        by_value::<u32>(nothing)
+    } else {
+        0u32.runtime()
+    }
+}
+
+/// The work of the unit's warp, found out where it is needed: sums leave no registers for places that
+/// stay the same.
+#[cube]
+fn work<E: Float>(
     tiles: &Tiles<E>,
     #[comptime] one_pass: OnePass,
     #[comptime] config: Config,
@@ -103,7 +117,7 @@ pub(crate) fn work<E: Float>(
     let (query_row_tiles, query_features) = comptime!(one_pass.query_tile(config.head_dim));
     let warp_columns = comptime!(config.head_dim / query_features);
 
-    let warp = UNIT_POS as usize / 32;
+    let warp = (UNIT_POS as usize + nothing_yet(config.assembly) as usize) / 32;
     let row = warp / sides * KEYS;
     let side = warp % sides;
     let own_query = side * comptime!(one_pass.part());
@@ -167,7 +181,6 @@ pub(crate) fn add_own_part<E: Float, B: Float, M: Int>(
     tiles: &mut Tiles<E>,
     key_sums: &mut Sequence<Accumulator>,
     value_sums: &mut Sequence<Accumulator>,
-    work: Work,
     step: Step,
     mask: &ComptimeOption<&Tensor<M>>,
     bias: &ComptimeOption<&Tensor<B>>,
@@ -181,6 +194,7 @@ pub(crate) fn add_own_part<E: Float, B: Float, M: Int>(
     let weight_pitch = comptime!(config.pitch(one_pass.walked));
     #[unroll]
     for c in 0..comptime!(one_pass.part() / chunk) {
+        let work = work(&*tiles, one_pass, config);
         let first = comptime!(c * chunk);
         let mut hidden = false;
         if comptime!(tested) {
@@ -430,11 +444,11 @@ pub(crate) fn add_other_parts<E: Float>(
     tiles: &Tiles<E>,
     key_sums: &mut Sequence<Accumulator>,
     value_sums: &mut Sequence<Accumulator>,
-    work: Work,
     step: Step,
     #[comptime] one_pass: OnePass,
     #[comptime] config: Config,
 ) {
+    let work = work(tiles, one_pass, config);
     let part = comptime!(one_pass.part());
     let key_pitch = comptime!(config.pitch(config.head_dim));
     let value_pitch = comptime!(config.pitch(config.value_dim));
@@ -504,11 +518,11 @@ pub(crate) fn add_other_parts<E: Float>(
 #[cube]
 pub(crate) fn query_tile<E: Float>(
     tiles: &Tiles<E>,
-    work: Work,
     step: Step,
     #[comptime] one_pass: OnePass,
     #[comptime] config: Config,
 ) -> Sequence<Accumulator> {
+    let work = work(tiles, one_pass, config);
     let instructions = comptime!(config.instructions());
     let block_kv = comptime!(one_pass.owned());
     let key_pitch = comptime!(config.pitch(config.head_dim));
