@@ -30,6 +30,11 @@ kernels=()
 if [ -n "${KERNELS:-}" ]; then
     kernels+=(--kernels "$KERNELS")
 fi
+# The same permission for PyTorch.
+rounding=()
+case " $* " in
+*" --f32-precision tf32 "* | *" --f32-precision=tf32 "*) rounding+=(--allow-tf32) ;;
+esac
 mkdir -p "$out"
 status=0
 peers=()
@@ -41,7 +46,7 @@ fi
 
 rm -f "$out/peers.csv"
 "$python" "$here/bench_nvidia.py" --points "$out/points.csv" --csv "$out/peers.csv" \
-    "${limits[@]}" "${kernels[@]}" >"$out/peers.txt" || status=$?
+    "${limits[@]}" "${kernels[@]}" "${rounding[@]}" >"$out/peers.txt" || status=$?
 if [ -e "$out/peers.csv" ]; then
     peers+=(--peers "$out/peers.csv")
 fi

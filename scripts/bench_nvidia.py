@@ -192,6 +192,9 @@ def measure(torch, point, kernel, samples, deadline):
         while not seconds or (len(seconds) < samples and time.monotonic() < deadline):
             torch.cuda.synchronize()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if clock == "device":
+                # So that those of the sample find the device at work, and not idle until a first launch.
+                attention.run(drawn[turn % len(drawn)])
             start = time.perf_counter()
             begin.record()
             for _ in range(calls):
@@ -243,6 +246,7 @@ def arguments():
     parser.add_argument("--csv", required=True, metavar="FILE", help="file to write")
     parser.add_argument("--kernels", metavar="K,K", help="of " + ", ".join(KERNELS) + "; default: by point")
     parser.add_argument("--flex-from", type=int, default=4096, metavar="SEQ", help="default: 4096")
+    parser.add_argument("--allow-tf32", action="store_true", help="let f32 products round to TF32")
     parser.add_argument("--samples", type=int, default=20, metavar="N", help="default: 20")
     parser.add_argument("--time-limit", type=positive, default=math.inf, metavar="SECONDS")
     args = parser.parse_args()
@@ -274,7 +278,7 @@ def main():
         raise SystemExit(f"error: PyTorch cannot be imported: {reason}") from None
     if not torch.cuda.is_available():
         raise SystemExit("error: PyTorch finds no CUDA device")
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = args.allow_tf32
     hardware = torch.cuda.get_device_name()
     print(f"PyTorch {torch.__version__}, {hardware}", flush=True)
     rates, late = {}, 0

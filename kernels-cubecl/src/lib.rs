@@ -20,6 +20,7 @@ pub mod portable;
 mod rounding;
 mod schedule;
 mod score;
+mod unit;
 
 pub use dispatch::{attention_backward, attention_forward};
 pub use flash_attention_spec as spec;

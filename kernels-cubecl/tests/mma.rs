@@ -119,11 +119,35 @@ fn two_cubes_share_a_multiprocessor_where_there_is_room() {
 fn f32_takes_twice_the_shared_memory() {
     let device = &devices()[0];
     let blueprint = plan(&problem([64, 64], Dtype::F32), device).expect("served");
-    let halves = blueprint.shared_memory(&problem([128, 128], Dtype::F16));
-    assert_eq!(
-        blueprint.shared_memory(&problem([64, 64], Dtype::F32)),
-        halves
-    );
+    // The same blocks serve both, but for those of the key and value gradients.
+    let [forward, query, _] = blueprint.shared_memory(&problem([128, 128], Dtype::F16));
+    let [forward_f32, query_f32, _] = blueprint.shared_memory(&problem([64, 64], Dtype::F32));
+    assert_eq!([forward_f32, query_f32], [forward, query]);
+}
+
+/// Catches blocks with options that hold as many scores as plain ones, to which the cap's derivative and
+/// the addresses of masks and biases come on top.
+#[test]
+fn options_take_smaller_blocks_of_the_gradients() {
+    let scores = |blocks: &Blocks| blocks.row_tiles * blocks.walked;
+    for device in devices() {
+        for dim in [64, 128] {
+            let plain = problem([dim, dim], Dtype::BF16);
+            let mut capped = plain.clone();
+            capped.softcap = Some(20.0);
+            let mut masked = plain.clone();
+            masked.mask = Some([1, 1, 300, 500]);
+            let before = plan(&plain, &device).expect("served");
+            for problem in [capped, masked] {
+                let with = plan(&problem, &device).expect("served");
+                let case = format!("{} {dim}: {with:?}", device.hardware);
+                assert!(scores(&with.query_gradient) <= scores(&before.query_gradient));
+                let sums = |blocks: &Blocks| blocks.row_tiles * dim + scores(blocks);
+                let (key_value, plain) = (&with.key_value_gradient, &before.key_value_gradient);
+                assert!(sums(key_value) <= sums(plain), "{case}");
+            }
+        }
+    }
 }
 
 /// Catches walked rows of `f32` without room for their parts beside the place where they land, or whose
@@ -133,11 +157,13 @@ fn rows_that_are_taken_apart_have_room_for_both() {
     let dims = problem([128, 128], Dtype::F32);
     let blueprint = plan(&dims, &devices()[2]).expect("served");
     // Pitches in chunks: 32 of a whole row and 48 of its parts, and one more.
-    let tiles = 2 * (128 * 33 + 32 * (33 + 49)) * 16;
-    let flags = 33 * 4 + 128;
+    let needed = |walked: usize, statistics: usize| {
+        let tiles = 2 * (128 * 33 + walked * (33 + 49)) * 16;
+        tiles + statistics * 3 * 4 + (walked + 1) * 4 + 128
+    };
     let [_, query, key_value] = blueprint.shared_memory(&dims);
-    assert_eq!(query, tiles + 128 * 3 * 4 + flags);
-    assert_eq!(key_value, tiles + 32 * 3 * 4 + flags);
+    assert_eq!(query, needed(32, 128));
+    assert_eq!(key_value, needed(16, 16));
     for device in devices() {
         for dim in 1..=256 {
             let blueprint = plan(&problem([dim, dim], Dtype::F32), &device).expect("served");

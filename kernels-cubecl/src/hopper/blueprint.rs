@@ -355,7 +355,11 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
         // One register more than the compiler has, where the keys come in fewer panels than the values.
         (..=64, ..=128) if plain => vec![form(3, 112, 2), form(2, 128, 2)],
         (..=128, ..=128) if plain => vec![form(3, 128, 2), form(3, 112, 2), form(2, 128, 2)],
-        // What options need for every score takes registers, addresses most.
+        // What options need for every score takes registers, addresses most: a mask alone is read for all
+        // scores at once.
+        (..=128, ..=128) if problem.mask.is_some() && problem.bias.is_none() => {
+            vec![form(3, 48, 2), form(2, 80, 2), form(2, 64, 2)]
+        }
         (..=128, ..=128) if problem.mask.is_some() || problem.bias.is_some() => {
             vec![form(3, 80, 2), form(2, 128, 2), form(2, 64, 2)]
         }

@@ -6,6 +6,8 @@
 
 use super::blueprint::ForwardBlueprint;
 use flash_attention_spec::Problem;
+use std::collections::HashMap;
+use std::sync::{LazyLock, Mutex, PoisonError};
 
 /// What a tile costs beside its blocks of keys, in blocks.
 const TILE: usize = 1;
@@ -25,15 +27,46 @@ pub(super) fn heads_side_by_side(
     if even || lengths.len() * heads > MANY * cubes {
         return cached;
     }
+    let list = List {
+        lengths,
+        heads,
+        cubes,
+        cached,
+    };
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(&width) = known.get(&list) {
+        return width;
+    }
     // A head that few cubes share comes from memory as often as it is read.
     let shared = (cubes / 4).clamp(1, heads);
-    (1..=8)
+    let width = (1..=8)
         .map(|parts| heads.div_ceil(parts))
         .filter(|&width| width <= shared)
         .chain([cached, shared])
-        .min_by_key(|&width| longest(&lengths, heads, width, cubes))
-        .unwrap_or(heads)
+        .min_by_key(|&width| longest(&list.lengths, heads, width, cubes))
+        .unwrap_or(heads);
+    if known.len() >= KEPT {
+        known.clear();
+    }
+    known.insert(list, width);
+    width
 }
+
+/// What an answer depends on.
+#[derive(PartialEq, Eq, Hash)]
+struct List {
+    lengths: Vec<usize>,
+    heads: usize,
+    cubes: usize,
+    cached: usize,
+}
+
+/// Answers so far: to find one takes as long as a short launch, and a program asks for the same ones over
+/// and over.
+static KNOWN: LazyLock<Mutex<HashMap<List, usize>>> = LazyLock::new(Mutex::default);
+
+/// Answers that are kept at most.
+const KEPT: usize = 1024;
 
 /// Blocks of keys that each block of queries of a head walks, the last first, and what a tile costs.
 fn lengths(problem: &Problem, blueprint: &ForwardBlueprint) -> Vec<usize> {

@@ -294,6 +294,9 @@ pub fn gradient_variants(problem: &Problem) -> (Vec<GradientBlueprint>, Vec<Grad
             forms(&[(3, 96), (3, 64), (2, 128), (4, 64), (2, 64)]),
             forms(&[(2, 128)]),
         )
+    } else if problem.mask.is_some() && problem.bias.is_none() {
+        // A mask alone is read for all scores at once.
+        (forms(&[(3, 48), (2, 64)]), forms(&[(2, 64)]))
     } else {
         (
             forms(&[(3, 64), (2, 128), (3, 80), (2, 64)]),

@@ -4,6 +4,7 @@
 //! not be copied while the product runs. Registers of a vector are `%0..`, results before operands; a
 //! vector's length is a power of two and the product uses its first registers.
 
+pub(crate) use crate::unit::unit_again;
 use cubecl::prelude::*;
 
 /// A range of the registers of an asm block, as PTX writes it.
@@ -406,14 +407,6 @@ pub(crate) fn load_shared_pair(address: u32) -> Vector<f32, Const<2>> {
     let a = by_value::<u32>(address);
     let y: Vector<f32, Const<2>>;
     gpu_asm!("/* {y} {a} */ ld.shared.v2.f32 {{%0, %1}}, [%2];", a = in(_) a, y = out(_) y);
-    y
-}
-
-/// `UNIT_POS`, read again instead of kept in a register.
-#[cube]
-pub(crate) fn unit_again() -> u32 {
-    let y: u32;
-    gpu_asm!("mov.u32 {y}, %tid.x;", y = out(_) y, options(nomem));
     y
 }
 

@@ -72,7 +72,7 @@ impl Sight {
 
 /// Walks the tiles of the cube and writes their rows.
 #[cube]
-#[allow(clippy::too_many_arguments)]
+#[allow(clippy::too_many_arguments, clippy::manual_is_multiple_of)]
 pub(crate) fn walk<E: Float, M: Int, S: Size, P: Size, O: Size>(
     warpgroup: u32,
     section: u32,

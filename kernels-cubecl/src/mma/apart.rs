@@ -12,6 +12,7 @@
 
 use super::fragment::{Chunk, Pair, Place, Registers, by_value, chunks, load_by_assembly, pitch};
 use super::split::{Right, load_numbers, parts};
+use crate::unit::unit_again;
 use cubecl::prelude::*;
 
 /// Staged elements of a row of `dim` features in parts.
@@ -32,8 +33,9 @@ pub(crate) fn take_apart<E: Float>(
     let width = comptime!(chunks(dim));
     let whole = comptime!(chunks(2 * dim));
     // Neighbouring units have neighbouring rows: an odd pitch spreads them over the banks.
-    let row = UNIT_POS as usize % rows;
-    let first_chunk = UNIT_POS as usize / rows;
+    let unit = unit_again() as usize;
+    let row = unit % rows;
+    let first_chunk = unit / rows;
     let step = comptime!(units / rows);
     #[unroll]
     for n in 0..comptime!(width.div_ceil(step)) {

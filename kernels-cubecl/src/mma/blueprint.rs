@@ -2,7 +2,7 @@
 //! data.
 
 use super::apart::in_parts;
-use super::fragment::{Instructions, chunks, pitch};
+use super::fragment::{CHUNK, Instructions, chunks, pitch};
 use super::one_pass_blueprint::{OnePass, plan_one_pass};
 use super::stage::Staging;
 use super::tf32::Ties;
@@ -41,6 +41,21 @@ impl Blocks {
     /// Units of the cube.
     pub const fn units(&self) -> usize {
         self.warps * 32
+    }
+
+    /// The blocks of a kernel that copies `vector` elements at a time. Copies that are no whole chunks take
+    /// registers, and do not run beside the products: rows need no place to land in meanwhile.
+    pub(crate) fn read_in(self, vector: usize) -> Self {
+        if vector == CHUNK {
+            self
+        } else {
+            Self {
+                apart: false,
+                stages: 1,
+                walked: self.walked.min(32),
+                ..self
+            }
+        }
     }
 }
 
@@ -223,7 +238,7 @@ pub fn plan(problem: &Problem, device: &Device) -> Result<Blueprint, Decline> {
         // that has eight.
         fits(2).or_else(|| fits(1))
     };
-    let [forward, query_gradient, key_value_gradient] = tables(problem.dtype, tf32.is_some());
+    let [forward, query_gradient, key_value_gradient] = tables(problem, device, tf32.is_some());
     let forward = first(forward, forward_shared_memory);
     let query_gradient = first(query_gradient, query_gradient_shared_memory);
     let key_value_gradient = first(key_value_gradient, key_value_gradient_shared_memory);
@@ -362,7 +377,7 @@ const QUERY_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
     (
         128,
         &[staged_twice(4, 2, 32), blocks(4, 1, 64), blocks(4, 1, 32)],
-        &[blocks(4, 1, 64), blocks(4, 1, 32)],
+        &[blocks(4, 1, 48), blocks(4, 1, 32)],
     ),
     (
         256,
@@ -380,13 +395,66 @@ const KEY_VALUE_GRADIENT: [(usize, &[Blocks], &[Blocks]); 3] = [
     (
         128,
         &[staged_twice(4, 1, 64), blocks(4, 1, 64), blocks(4, 1, 32)],
-        &[blocks(4, 1, 32)],
+        &[blocks(4, 1, 16)],
     ),
     (
         256,
         &[staged_twice(4, 1, 32), blocks(4, 1, 32), blocks(4, 1, 16)],
         &[blocks(4, 1, 16)],
     ),
+];
+
+/// Forward blocks where a mask is read alone, for all scores at once; with a bias they are read in turns.
+const FORWARD_MASKED: [(usize, &[Blocks], &[Blocks]); 4] = [
+    FORWARD[0],
+    FORWARD[1],
+    (
+        128,
+        &[staged_twice(4, 1, 64), blocks(4, 1, 64), blocks(4, 1, 32)],
+        FORWARD[2].2,
+    ),
+    FORWARD[3],
+];
+
+/// Blocks of the gradients with options: the cap's derivative needs dot products beside probabilities and
+/// their gradients, and masks and biases addresses.
+const QUERY_GRADIENT_OPTIONS: [(usize, &[Blocks], &[Blocks]); 3] = [
+    (
+        64,
+        &[staged_twice(4, 2, 32), blocks(4, 1, 32)],
+        QUERY_GRADIENT[0].2,
+    ),
+    (
+        128,
+        &[staged_twice(4, 1, 32), blocks(4, 1, 32)],
+        QUERY_GRADIENT[1].2,
+    ),
+    QUERY_GRADIENT[2],
+];
+
+const KEY_VALUE_GRADIENT_OPTIONS: [(usize, &[Blocks], &[Blocks]); 3] = [
+    (
+        64,
+        &[staged_twice(4, 1, 64), blocks(4, 1, 32)],
+        KEY_VALUE_GRADIENT[0].2,
+    ),
+    (
+        128,
+        &[staged_twice(4, 1, 32), blocks(4, 1, 32)],
+        KEY_VALUE_GRADIENT[1].2,
+    ),
+    KEY_VALUE_GRADIENT[2],
+];
+
+/// The same where a mask is read alone, on compute capability 9.0.
+const KEY_VALUE_GRADIENT_MASKED: [(usize, &[Blocks], &[Blocks]); 3] = [
+    KEY_VALUE_GRADIENT_OPTIONS[0],
+    (
+        128,
+        &[staged_twice(4, 1, 16), blocks(4, 1, 16)],
+        KEY_VALUE_GRADIENT_OPTIONS[1].2,
+    ),
+    KEY_VALUE_GRADIENT_OPTIONS[2],
 ];
 
 /// Blocks for `f32`: rows take twice the shared memory, and a lane holds its operands in parts. A
@@ -402,7 +470,7 @@ const FORWARD_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
     ),
     (
         128,
-        &[blocks(4, 2, 32), blocks(4, 1, 32), blocks(4, 1, 16)],
+        &[blocks(4, 2, 16), blocks(4, 1, 32), blocks(4, 1, 16)],
         &[],
     ),
     (
@@ -437,21 +505,19 @@ const QUERY_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
     (256, &[blocks(4, 1, 16), blocks(2, 1, 16)], &[]),
 ];
 
-const KEY_VALUE_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
-    (
-        64,
-        &[
-            taken_apart(4, 2, 32),
-            staged_twice(4, 2, 32),
-            blocks(4, 2, 32),
-            blocks(4, 1, 32),
-        ],
-        &[],
-    ),
+/// Blocks for `f32` with options.
+const FORWARD_F32_OPTIONS: [(usize, &[Blocks], &[Blocks]); 3] = [
+    FORWARD_F32[0],
+    (128, &[blocks(4, 1, 32), blocks(4, 1, 16)], &[]),
+    FORWARD_F32[FORWARD_F32.len() - 1],
+];
+
+const QUERY_GRADIENT_F32_OPTIONS: [(usize, &[Blocks], &[Blocks]); 3] = [
+    QUERY_GRADIENT_F32[0],
     (
         128,
         &[
-            taken_apart(8, 1, 32),
+            taken_apart(8, 1, 16),
             taken_apart(4, 1, 16),
             staged_twice(4, 1, 16),
             blocks(4, 1, 32),
@@ -459,6 +525,23 @@ const KEY_VALUE_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 3] = [
         ],
         &[],
     ),
+    QUERY_GRADIENT_F32[2],
+];
+
+/// Both sums beside probabilities and their gradients leave few registers.
+const KEY_VALUE_GRADIENT_F32: [(usize, &[Blocks], &[Blocks]); 4] = [
+    (
+        64,
+        &[
+            taken_apart(8, 1, 32),
+            staged_twice(4, 2, 32),
+            blocks(4, 2, 32),
+            blocks(4, 1, 32),
+        ],
+        &[],
+    ),
+    (96, &[taken_apart(8, 1, 16), taken_apart(4, 1, 16)], &[]),
+    (128, &[taken_apart(8, 1, 16), blocks(4, 1, 16)], &[]),
     (256, &[blocks(4, 1, 16), blocks(2, 1, 16)], &[]),
 ];
 
@@ -511,12 +594,36 @@ const GRADIENT_TF32: [(usize, &[Blocks], &[Blocks]); 3] = [
     (256, &[blocks(4, 1, 16), blocks(2, 1, 16)], &[]),
 ];
 
-/// The tables of an element type: forward, query gradient, key and value gradients.
-const fn tables(dtype: Dtype, tf32: bool) -> [&'static Table; 3] {
-    match dtype {
-        Dtype::F32 if tf32 => [&FORWARD_TF32, &GRADIENT_TF32, &GRADIENT_TF32],
-        Dtype::F32 => [&FORWARD_F32, &QUERY_GRADIENT_F32, &KEY_VALUE_GRADIENT_F32],
-        Dtype::F16 | Dtype::BF16 => [&FORWARD, &QUERY_GRADIENT, &KEY_VALUE_GRADIENT],
+/// The tables of a problem on a device: forward, query gradient, key and value gradients.
+fn tables(problem: &Problem, device: &Device, tf32: bool) -> [&'static Table; 3] {
+    if problem.dtype == Dtype::F32 && tf32 {
+        return [&FORWARD_TF32, &GRADIENT_TF32, &GRADIENT_TF32];
+    }
+    let (masked, biased) = (problem.mask.is_some(), problem.bias.is_some());
+    let options = masked || biased || problem.softcap.is_some();
+    if problem.dtype == Dtype::F32 {
+        return if options {
+            [
+                &FORWARD_F32_OPTIONS,
+                &QUERY_GRADIENT_F32_OPTIONS,
+                &KEY_VALUE_GRADIENT_F32,
+            ]
+        } else {
+            [&FORWARD_F32, &QUERY_GRADIENT_F32, &KEY_VALUE_GRADIENT_F32]
+        };
+    }
+    let alone = masked && !biased;
+    let forward: &Table = if alone { &FORWARD_MASKED } else { &FORWARD };
+    if alone && device.cuda_capability >= Some(90) {
+        [forward, &QUERY_GRADIENT_OPTIONS, &KEY_VALUE_GRADIENT_MASKED]
+    } else if options {
+        [
+            forward,
+            &QUERY_GRADIENT_OPTIONS,
+            &KEY_VALUE_GRADIENT_OPTIONS,
+        ]
+    } else {
+        [forward, &QUERY_GRADIENT, &KEY_VALUE_GRADIENT]
     }
 }
 
@@ -606,6 +713,7 @@ pub(crate) struct Config {
     /// Elements of a load: 8, 4 or 2, or 1 for rows of any stride. Halves of `f32` come two at least, and
     /// two are for rows of any stride.
     pub vector: usize,
+    pub masked: bool,
     pub capped: bool,
     pub biased: bool,
     /// The scale is negative: the largest score belongs to the smallest dot product.
@@ -630,6 +738,7 @@ impl Config {
             head_dim: problem.head_dim,
             value_dim: problem.value_dim,
             vector,
+            masked: problem.mask.is_some(),
             capped: problem.softcap.is_some(),
             biased: problem.bias.is_some(),
             negative: problem.scale < 0.0,
@@ -643,6 +752,17 @@ impl Config {
     /// Whether the score of a visible key is its dot product times the scale.
     pub(crate) const fn plain(&self) -> bool {
         !self.capped && !self.biased
+    }
+
+    /// Whether registers are scarce, and what follows from a unit's number is found out again where it is
+    /// needed: all but plain kernels of 16-bit numbers, unless warps own two row tiles and the rows of a
+    /// copy are no power of two of chunks.
+    pub(crate) const fn crowded(&self) -> bool {
+        let even =
+            chunks(self.head_dim).is_power_of_two() && chunks(self.value_dim).is_power_of_two();
+        let wide = self.blocks.row_tiles > 1 && !even;
+        let options = self.masked || self.capped || self.biased;
+        self.assembly && (self.halved() || options || self.vector < CHUNK || wide)
     }
 
     /// Whether the largest score belongs to the smallest value that the softmax compares.
@@ -741,6 +861,7 @@ impl Config {
             units: self.blocks.units(),
             vector: self.vector,
             halved: self.halved(),
+            crowded: self.crowded(),
             tf32: self.tf32,
             asynchronous: self.asynchronous && self.vector == 8,
             prefetch: self.blocks.prefetch && self.vector == 8,

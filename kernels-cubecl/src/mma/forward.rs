@@ -2,8 +2,8 @@
 
 use super::blueprint::Config;
 use super::fragment::{
-    Accumulator, CHUNK, Chunk, Pair, Registers, add_weighted_rows, along_columns, along_rows,
-    along_sums, dot_products, further, pitch, round_pair, zeros,
+    Accumulator, CHUNK, Chunk, Pair, Registers, Side, add_weighted_rows, along_columns, along_rows,
+    along_sums, dot_products, further, pitch, place_again, round_pair, zeros,
 };
 use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
 use super::softmax::{
@@ -81,9 +81,10 @@ pub(crate) fn forward_kernel<E: Float, B: Float, M: Int, N: Size>(
     let mut pending_value = Array::<Chunk<E>>::new(comptime!(value_staging.pending()));
 
     let instructions = comptime!(config.instructions().rounding_columns());
-    let query_place = along_rows(&queries, warp_row, key_pitch, instructions);
-    let key_place = along_columns(&keys, key_pitch, instructions);
-    let value_place = along_sums(&values, value_pitch, instructions);
+    let crowded = comptime!(config.crowded());
+    let query_place = along_rows(&queries, warp_row, key_pitch, false, instructions);
+    let key_place = along_columns(&keys, key_pitch, false, instructions);
+    let value_place = along_sums(&values, value_pitch, false, instructions);
 
     let mut out = zeros(comptime!(row_tiles * value_tiles));
     let mut running = no_statistics(row_tiles);
@@ -181,9 +182,26 @@ pub(crate) fn forward_kernel<E: Float, B: Float, M: Int, N: Size>(
 
         let mut scores = dot_products::<E>(
             &queries,
-            query_place,
+            place_again(
+                query_place,
+                &queries,
+                comptime!(Side::Rows(16 * row_tiles)),
+                key_pitch,
+                crowded,
+                instructions,
+            ),
             &keys,
-            further(key_place, at_key),
+            further(
+                place_again(
+                    key_place,
+                    &keys,
+                    comptime!(Side::Columns),
+                    key_pitch,
+                    crowded,
+                    instructions,
+                ),
+                at_key,
+            ),
             row_tiles,
             key_tiles,
             config.head_dim,
@@ -299,7 +317,17 @@ pub(crate) fn forward_kernel<E: Float, B: Float, M: Int, N: Size>(
                 &mut out,
                 &weights,
                 &values,
-                further(value_place, at_value),
+                further(
+                    place_again(
+                        value_place,
+                        &values,
+                        comptime!(Side::Sums),
+                        value_pitch,
+                        crowded,
+                        instructions,
+                    ),
+                    at_value,
+                ),
                 row_tiles,
                 k,
                 config.value_dim,

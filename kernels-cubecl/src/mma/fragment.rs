@@ -7,6 +7,7 @@
 
 use super::split::{add_split_rows, lane_along_split_columns, split_dot_products};
 use super::tf32::{Ties, add_tf32_rows, as_operand, tf32_dot_products};
+use crate::unit::{lane, unit};
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
@@ -75,9 +76,10 @@ pub(crate) fn along_rows<E: Float>(
     tile: &Shared<[Chunk<E>]>,
     first: usize,
     #[comptime] pitch: usize,
+    #[comptime] again: bool,
     #[comptime] instructions: Instructions,
 ) -> Place {
-    let (row, chunk) = lane_along_rows(UNIT_POS_PLANE as usize);
+    let (row, chunk) = lane_along_rows(lane(again) as usize);
     place(tile, (first + row) * pitch + chunk, instructions)
 }
 
@@ -86,9 +88,10 @@ pub(crate) fn along_rows<E: Float>(
 pub(crate) fn along_columns<E: Float>(
     tile: &Shared<[Chunk<E>]>,
     #[comptime] pitch: usize,
+    #[comptime] again: bool,
     #[comptime] instructions: Instructions,
 ) -> Place {
-    let lane = UNIT_POS_PLANE as usize;
+    let lane = lane(again) as usize;
     let (row, chunk) = if comptime!(instructions.whole_columns()) {
         lane_along_split_columns(lane)
     } else {
@@ -102,19 +105,55 @@ pub(crate) fn along_columns<E: Float>(
 pub(crate) fn along_sums<E: Float>(
     tile: &Shared<[Chunk<E>]>,
     #[comptime] pitch: usize,
+    #[comptime] again: bool,
     #[comptime] instructions: Instructions,
 ) -> Place {
     if comptime!(instructions.whole_columns()) {
         // Rows `2 (l % 4)` and the next are those of the two columns that an accumulator has of a
         // row; features `l / 4` are the columns of `B`.
-        let lane = UNIT_POS_PLANE as usize;
-        let place = place(tile, lane % 4 * 2 * pitch, instructions);
+        let lane = lane(again);
+        let place = place(tile, lane as usize % 4 * 2 * pitch, instructions);
         Place {
             index: place.index,
-            address: place.address + UNIT_POS_PLANE / 4 * 4,
+            address: place.address + lane / 4 * 4,
         }
     } else {
-        along_rows(tile, 0usize, pitch, instructions)
+        along_rows(tile, 0usize, pitch, again, instructions)
+    }
+}
+
+/// What a lane's place in a tile is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Side {
+    /// [`along_rows`], from the first of so many rows of each warp on.
+    Rows(usize),
+    /// [`along_columns`].
+    Columns,
+    /// [`along_sums`].
+    Sums,
+}
+
+/// `place`; where registers are scarce the same found out `again`, so that none holds it all along.
+#[cube]
+pub(crate) fn place_again<E: Float>(
+    place: Place,
+    tile: &Shared<[Chunk<E>]>,
+    #[comptime] side: Side,
+    #[comptime] pitch: usize,
+    #[comptime] again: bool,
+    #[comptime] instructions: Instructions,
+) -> Place {
+    if comptime!(again) {
+        match comptime!(side) {
+            Side::Rows(rows) => {
+                let first = unit(true) as usize / 32 * rows;
+                along_rows(tile, first, pitch, true, instructions)
+            }
+            Side::Columns => along_columns(tile, pitch, true, instructions),
+            Side::Sums => along_sums(tile, pitch, true, instructions),
+        }
+    } else {
+        place
     }
 }
 

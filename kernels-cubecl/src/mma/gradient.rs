@@ -8,6 +8,7 @@ use super::fragment::{Accumulator, Pair};
 use super::softmax::{Position, natural_unit, power, read_apart, rounded_score, visible_score};
 use crate::schedule::Geometry;
 use crate::score::{counted_from, counts, is_visible, score_row, uncap};
+use crate::unit::lane;
 use cubecl::prelude::*;
 
 /// The tiles of a block of scores, and which way round it lies.
@@ -56,8 +57,8 @@ impl Block {
 
 /// Place of a lane's element `nth` along one side of a block.
 #[cube]
-fn along(#[comptime] nth: usize, #[comptime] rows: bool) -> usize {
-    let lane = UNIT_POS_PLANE as usize;
+fn along(#[comptime] nth: usize, #[comptime] rows: bool, #[comptime] again: bool) -> usize {
+    let lane = lane(again) as usize;
     if comptime!(rows) {
         lane / 4 + comptime!(distance(nth, rows))
     } else {
@@ -160,14 +161,14 @@ fn form_probabilities<E: Float, M: Int>(
     let unit = natural_unit(config.assembly);
     #[unroll]
     for q in 0..comptime!(block.queries()) {
-        let query = along(q, comptime!(!block.transposed));
+        let query = along(q, comptime!(!block.transposed), config.crowded());
         let maximum = statistics[first + query];
         let log_sum = statistics[first + block.staged + query];
         let i = position.first_query + query as i32;
         let view = score_row::<E, M>(i, position.batch, position.head, mask, bias, geometry);
         let view = counted_from(
             view,
-            position.first_kv + along(0usize, block.transposed) as i32,
+            position.first_kv + along(0usize, block.transposed, config.crowded()) as i32,
         );
         #[unroll]
         for k in 0..comptime!(block.keys()) {
@@ -256,7 +257,7 @@ fn form_gradients(
 ) {
     #[unroll]
     for q in 0..comptime!(block.queries()) {
-        let query = along(q, comptime!(!block.transposed));
+        let query = along(q, comptime!(!block.transposed), config.crowded());
         let delta = statistics[first + comptime!(2 * block.staged) + query];
         #[unroll]
         for k in 0..comptime!(block.keys()) {

@@ -9,6 +9,7 @@ use super::fragment::{Accumulator, Chunk, Pair, chunks, pitch};
 use super::softmax::{exponent, power};
 use super::split::hold_loads;
 use super::stage::{Rows, Staging};
+use crate::unit::{lane, unit};
 use cubecl::prelude::*;
 
 /// Flags of a tile's rows, and one more: whether any is raised.
@@ -23,7 +24,7 @@ pub(crate) fn lower_flags(flags: &mut Shared<[u32]>, #[comptime] staging: Stagin
     let flags_of_all = comptime!(staging.rows + 1);
     #[unroll]
     for n in 0..comptime!(flags_of_all.div_ceil(staging.units)) {
-        let at = n * staging.units + UNIT_POS as usize;
+        let at = n * staging.units + unit(staging.crowded) as usize;
         if at < flags_of_all {
             flags[at] = 0u32;
         }
@@ -41,7 +42,11 @@ pub(crate) fn flag_rows<E: Float>(
 ) {
     let width = comptime!(chunks(staging.dim));
     // Of an unknown number of steps: compilers would unroll them, and keep every address.
-    for index in range_stepped(UNIT_POS as usize, staging.chunks(), staging.units) {
+    for index in range_stepped(
+        unit(staging.crowded) as usize,
+        staging.chunks(),
+        staging.units,
+    ) {
         let row = index / width;
         let chunk = tile[slot + row * comptime!(pitch(staging.dim)) + index % width];
         if has_non_finite(chunk, exponent) {
@@ -60,7 +65,11 @@ pub(crate) fn clear_flagged_rows<E: Float>(
     #[comptime] staging: Staging,
 ) {
     let width = comptime!(chunks(staging.dim));
-    for index in range_stepped(UNIT_POS as usize, staging.chunks(), staging.units) {
+    for index in range_stepped(
+        unit(staging.crowded) as usize,
+        staging.chunks(),
+        staging.units,
+    ) {
         let row = index / width;
         if flags[row] != 0 {
             tile[slot + row * comptime!(pitch(staging.dim)) + index % width] =
@@ -88,12 +97,11 @@ pub(crate) fn add_flagged_rows<E: Float, N: Size>(
     #[comptime] powers: Option<Config>,
     #[comptime] staging: Staging,
 ) {
-    let lane = UNIT_POS_PLANE;
     let tiles = comptime!(staging.tiles());
     for j in 0..comptime!(weight_tiles * 8) {
         if flags[j] != 0 {
             // The weights of row `j`, from the lane of the four that holds them.
-            let owner = lane / 4 * 4 + (j as u32 % 8) / 2;
+            let owner = lane(staging.crowded) / 4 * 4 + (j as u32 % 8) / 2;
             let mut row_weights = Array::<f32>::new(comptime!(2 * row_tiles));
             #[unroll]
             for r in 0..row_tiles {
@@ -122,7 +130,8 @@ pub(crate) fn add_flagged_rows<E: Float, N: Size>(
                 if comptime!(staging.halved && n % 4 == 0) {
                     hold_loads();
                 }
-                let feature = comptime!(n * 8) + (lane % 4 * 2) as usize;
+                // Compilers would take the distances of features out of the loop over rows.
+                let feature = comptime!(n * 8) + (lane(staging.crowded) % 4 * 2) as usize;
                 let pair = load_pair(x, rows, first_row + j as i32, feature, staging);
                 let (even, odd) = (pair.extract(0usize), pair.extract(1usize));
                 #[unroll]

@@ -9,8 +9,8 @@ use super::apart::{pair_up, take_apart};
 use super::blueprint::Config;
 use super::forward::{share_rows, store_rows};
 use super::fragment::{
-    Chunk, along_columns, along_rows, along_sums, as_weights, by_value, dot_products, further,
-    weighted_sum, zeros,
+    Chunk, Side, along_columns, along_rows, along_sums, as_weights, by_value, dot_products,
+    further, place_again, weighted_sum, zeros,
 };
 use super::gradient::{
     Block, keep_dots, load_statistics, rebuild_probabilities, scale_all, score_gradients,
@@ -20,6 +20,7 @@ use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags
 use super::softmax::Position;
 use super::stage::{await_copies, issue, land, round_first, rows_of, stage_first};
 use crate::schedule::{Geometry, queries_of_block, wholly_visible};
+use crate::unit::unit;
 use cubecl::prelude::*;
 
 /// Which gradients a launch computes. Two launches take half the registers of one, and repeat a
@@ -76,6 +77,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
     let key_columns = comptime!(config.tiles(config.head_dim));
     let value_columns = comptime!(config.tiles(config.value_dim));
     let instructions = comptime!(config.instructions());
+    let crowded = comptime!(config.crowded());
     let block_of_scores = comptime!(Block {
         row_tiles,
         column_tiles: query_tiles,
@@ -130,15 +132,18 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
     let ahead = comptime!(!query_staging.asynchronous || blocks.stages == 2 || blocks.apart);
     let mut pending_query = Array::<Chunk<E>>::new(comptime!(query_staging.pending()));
     let mut pending_gradient = Array::<Chunk<E>>::new(comptime!(gradient_staging.pending()));
+    // Where registers are scarce statistics do not wait in them all along a block: they are read while its
+    // rows land or are taken apart.
+    let late = comptime!(config.halved() && (blocks.apart || row_tiles > 1 && blocks.stages == 1));
     let mut pending_statistics = Array::<f32>::new(3usize);
     let no_reference = Array::<f32>::new(1usize);
 
-    let key_place = along_rows(&keys, warp_row, key_pitch, instructions);
-    let value_place = along_rows(&values, warp_row, value_pitch, instructions);
-    let query_place = along_columns(&queries, query_pitch, instructions);
-    let query_sum_place = along_sums(&queries, query_pitch, instructions);
-    let gradient_place = along_columns(&gradients, gradient_pitch, instructions);
-    let gradient_sum_place = along_sums(&gradients, gradient_pitch, instructions);
+    let key_place = along_rows(&keys, warp_row, key_pitch, false, instructions);
+    let value_place = along_rows(&values, warp_row, value_pitch, false, instructions);
+    let query_place = along_columns(&queries, query_pitch, false, instructions);
+    let query_sum_place = along_sums(&queries, query_pitch, false, instructions);
+    let gradient_place = along_columns(&gradients, gradient_pitch, false, instructions);
+    let gradient_sum_place = along_sums(&gradients, gradient_pitch, false, instructions);
 
     // The queries that see some key of the block through the band, in every head of the group.
     let visible = queries_of_block(&geometry, first_kv, block_kv);
@@ -179,7 +184,6 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
     } else {
         0
     }));
-    let own = UNIT_POS as usize;
     if steps > 0 {
         let head = kv_head * geometry.group;
         if comptime!(ahead) {
@@ -202,15 +206,17 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                 gradient_staging,
             );
         }
-        load_statistics(
-            row_statistics,
-            &mut pending_statistics,
-            batch,
-            head,
-            first_of_head + own as i32,
-            &geometry,
-            config,
-        );
+        if comptime!(!late) {
+            load_statistics(
+                row_statistics,
+                &mut pending_statistics,
+                batch,
+                head,
+                first_of_head + unit(crowded) as i32,
+                &geometry,
+                config,
+            );
+        }
         round_first(&mut keys, key_staging);
         round_first(&mut values, value_staging);
         if comptime!(blocks.apart) {
@@ -261,6 +267,17 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                 gradient_staging,
             );
         }
+        if comptime!(late) {
+            load_statistics(
+                row_statistics,
+                &mut pending_statistics,
+                batch,
+                head,
+                first_query + unit(crowded) as i32,
+                &geometry,
+                config,
+            );
+        }
         land(
             query,
             query_rows,
@@ -297,6 +314,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                 blocks.units(),
             );
         }
+        let own = unit(crowded) as usize;
         if own < block_q {
             store_statistics(
                 &pending_statistics,
@@ -329,15 +347,17 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                     gradient_staging,
                 );
             }
-            load_statistics(
-                row_statistics,
-                &mut pending_statistics,
-                batch,
-                next_head,
-                next_query + own as i32,
-                &geometry,
-                config,
-            );
+            if comptime!(!late) {
+                load_statistics(
+                    row_statistics,
+                    &mut pending_statistics,
+                    batch,
+                    next_head,
+                    next_query + unit(crowded) as i32,
+                    &geometry,
+                    config,
+                );
+            }
         }
         let edge = comptime!(mask.is_some() || bias.is_some())
             || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
@@ -346,9 +366,26 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
         }
         let mut probabilities = dot_products::<E>(
             &keys,
-            key_place,
+            place_again(
+                key_place,
+                &keys,
+                comptime!(Side::Rows(16 * row_tiles)),
+                key_pitch,
+                crowded,
+                instructions,
+            ),
             &queries,
-            further(query_place, at_query),
+            further(
+                place_again(
+                    query_place,
+                    &queries,
+                    comptime!(Side::Columns),
+                    query_pitch,
+                    crowded,
+                    instructions,
+                ),
+                at_query,
+            ),
             row_tiles,
             query_tiles,
             config.head_dim,
@@ -376,9 +413,26 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
         let mut score_gradient = if comptime!(sides.key) {
             dot_products::<E>(
                 &values,
-                value_place,
+                place_again(
+                    value_place,
+                    &values,
+                    comptime!(Side::Rows(16 * row_tiles)),
+                    value_pitch,
+                    crowded,
+                    instructions,
+                ),
                 &gradients,
-                further(gradient_place, at_gradient),
+                further(
+                    place_again(
+                        gradient_place,
+                        &gradients,
+                        comptime!(Side::Columns),
+                        gradient_pitch,
+                        crowded,
+                        instructions,
+                    ),
+                    at_gradient,
+                ),
                 row_tiles,
                 query_tiles,
                 config.value_dim,
@@ -452,7 +506,17 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                 &mut value_sums,
                 &weights,
                 &gradients,
-                further(gradient_sum_place, at_gradient),
+                further(
+                    place_again(
+                        gradient_sum_place,
+                        &gradients,
+                        comptime!(Side::Sums),
+                        gradient_pitch,
+                        crowded,
+                        instructions,
+                    ),
+                    at_gradient,
+                ),
                 row_tiles,
                 query_tiles,
                 config.value_dim,
@@ -481,7 +545,17 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
                 &mut key_sums,
                 &weights,
                 &queries,
-                further(query_sum_place, at_query),
+                further(
+                    place_again(
+                        query_sum_place,
+                        &queries,
+                        comptime!(Side::Sums),
+                        query_pitch,
+                        crowded,
+                        instructions,
+                    ),
+                    at_query,
+                ),
                 row_tiles,
                 query_tiles,
                 config.head_dim,

@@ -54,7 +54,7 @@ fn of_device(device: &Device) -> Vec<Specimen> {
             problem.f32_precision = precision;
             let blueprint = plan(&problem, device).expect("served");
             if let Some(blocks) = kernel.blocks(&blueprint) {
-                let config = Config::of(&problem, &blueprint, blocks, vector);
+                let config = Config::of(&problem, &blueprint, blocks.read_in(vector), vector);
                 all.push(kernel.specimen(config, options, dtype));
             }
             let one_pass = blueprint

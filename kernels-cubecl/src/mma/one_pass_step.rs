@@ -127,12 +127,12 @@ fn work<E: Float>(
     let tile_chunk = warp % warp_columns * comptime!(query_features / 8);
     let score_store = along_weights(&tiles.score_weights, row, weight_pitch, wide, instructions);
     let value_store = along_weights(&tiles.value_weights, row, weight_pitch, wide, instructions);
-    let query = along_columns(&tiles.queries, key_pitch, instructions);
-    let gradient = along_columns(&tiles.gradients, value_pitch, instructions);
-    let query_sum = along_sums(&tiles.queries, key_pitch, instructions);
-    let gradient_sum = along_sums(&tiles.gradients, value_pitch, instructions);
-    let tile_score = along_columns(&tiles.score_weights, weight_pitch, instructions);
-    let tile_key = along_sums(&tiles.keys, key_pitch, instructions);
+    let query = along_columns(&tiles.queries, key_pitch, false, instructions);
+    let gradient = along_columns(&tiles.gradients, value_pitch, false, instructions);
+    let query_sum = along_sums(&tiles.queries, key_pitch, false, instructions);
+    let gradient_sum = along_sums(&tiles.gradients, value_pitch, false, instructions);
+    let tile_score = along_columns(&tiles.score_weights, weight_pitch, false, instructions);
+    let tile_key = along_sums(&tiles.keys, key_pitch, false, instructions);
     Work {
         row,
         side,
@@ -141,16 +141,16 @@ fn work<E: Float>(
         value_chunk,
         tile_query,
         tile_chunk,
-        key: along_rows(&tiles.keys, row, key_pitch, instructions),
-        value: along_rows(&tiles.values, row, value_pitch, instructions),
+        key: along_rows(&tiles.keys, row, key_pitch, false, instructions),
+        value: along_rows(&tiles.values, row, value_pitch, false, instructions),
         query: further(query, own_query * key_pitch),
         gradient: further(gradient, own_query * value_pitch),
         query_sum: further(query_sum, key_chunk),
         gradient_sum: further(gradient_sum, value_chunk),
         score_store: further(score_store, own_query / 8),
         value_store: further(value_store, own_query / 8),
-        score: along_rows(&tiles.score_weights, row, weight_pitch, instructions),
-        probability: along_rows(&tiles.value_weights, row, weight_pitch, instructions),
+        score: along_rows(&tiles.score_weights, row, weight_pitch, false, instructions),
+        probability: along_rows(&tiles.value_weights, row, weight_pitch, false, instructions),
         tile_score: further(tile_score, tile_query / 8),
         tile_key: further(tile_key, tile_chunk),
     }

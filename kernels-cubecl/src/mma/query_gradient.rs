@@ -4,8 +4,8 @@ use super::apart::{pair_up, take_apart};
 use super::blueprint::Config;
 use super::forward::{share_rows, store_rows};
 use super::fragment::{
-    Chunk, along_columns, along_rows, along_sums, as_weights, dot_products, further, weighted_sum,
-    zeros,
+    Chunk, Side, along_columns, along_rows, along_sums, as_weights, dot_products, further,
+    place_again, weighted_sum, zeros,
 };
 use super::gradient::{
     Block, keep_dots, load_statistics, rebuild_probabilities, scale_all, score_gradients,
@@ -43,6 +43,7 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
     let key_pitch = comptime!(config.pitch(config.head_dim));
     let value_pitch = comptime!(config.pitch(config.value_dim));
     let instructions = comptime!(config.instructions());
+    let crowded = comptime!(config.crowded());
     let block_of_scores = comptime!(Block {
         row_tiles,
         column_tiles: key_tiles,
@@ -96,11 +97,11 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
     let mut pending_key = Array::<Chunk<E>>::new(comptime!(key_staging.pending()));
     let mut pending_value = Array::<Chunk<E>>::new(comptime!(value_staging.pending()));
 
-    let query_place = along_rows(&queries, warp_row, key_pitch, instructions);
-    let gradient_place = along_rows(&gradients, warp_row, value_pitch, instructions);
-    let key_place = along_columns(&keys, read_key_pitch, instructions);
-    let key_sum_place = along_sums(&keys, read_key_pitch, instructions);
-    let value_place = along_columns(&values, read_value_pitch, instructions);
+    let query_place = along_rows(&queries, warp_row, key_pitch, false, instructions);
+    let gradient_place = along_rows(&gradients, warp_row, value_pitch, false, instructions);
+    let key_place = along_columns(&keys, read_key_pitch, false, instructions);
+    let key_sum_place = along_sums(&keys, read_key_pitch, false, instructions);
+    let value_place = along_columns(&values, read_value_pitch, false, instructions);
 
     let visible = keys_of_block(&geometry, first_query, block_q);
     let first_block = visible.first as usize / block_kv;
@@ -270,9 +271,26 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
 
         let mut probabilities = dot_products::<E>(
             &queries,
-            query_place,
+            place_again(
+                query_place,
+                &queries,
+                comptime!(Side::Rows(16 * row_tiles)),
+                key_pitch,
+                crowded,
+                instructions,
+            ),
             &keys,
-            further(key_place, at_key),
+            further(
+                place_again(
+                    key_place,
+                    &keys,
+                    comptime!(Side::Columns),
+                    read_key_pitch,
+                    crowded,
+                    instructions,
+                ),
+                at_key,
+            ),
             row_tiles,
             key_tiles,
             config.head_dim,
@@ -299,9 +317,26 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
         );
         let mut score_gradient = dot_products::<E>(
             &gradients,
-            gradient_place,
+            place_again(
+                gradient_place,
+                &gradients,
+                comptime!(Side::Rows(16 * row_tiles)),
+                value_pitch,
+                crowded,
+                instructions,
+            ),
             &values,
-            further(value_place, at_value),
+            further(
+                place_again(
+                    value_place,
+                    &values,
+                    comptime!(Side::Columns),
+                    read_value_pitch,
+                    crowded,
+                    instructions,
+                ),
+                at_value,
+            ),
             row_tiles,
             key_tiles,
             config.value_dim,
@@ -351,7 +386,17 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
             &mut out,
             &weights,
             &keys,
-            further(key_sum_place, at_key),
+            further(
+                place_again(
+                    key_sum_place,
+                    &keys,
+                    comptime!(Side::Sums),
+                    read_key_pitch,
+                    crowded,
+                    instructions,
+                ),
+                at_key,
+            ),
             row_tiles,
             key_tiles,
             config.head_dim,

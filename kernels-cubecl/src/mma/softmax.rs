@@ -13,6 +13,7 @@ use crate::schedule::Geometry;
 use crate::score::{
     ScoreRow, capped_score, counted_from, counts, finish_score, is_visible, lowest, score_row,
 };
+use crate::unit::lane;
 use cubecl::prelude::*;
 use std::f32::consts::{LN_2, LOG2_E};
 
@@ -186,7 +187,7 @@ pub(crate) fn finish_scores<E: Float, M: Int>(
     #[comptime] config: Config,
 ) {
     if comptime!(config.biased) || edge {
-        let lane = UNIT_POS_PLANE;
+        let lane = lane(config.crowded());
         let mut hidden = geometry.negative_infinity;
         if comptime!(config.descending()) {
             hidden = -geometry.negative_infinity;

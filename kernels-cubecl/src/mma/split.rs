@@ -29,6 +29,7 @@ use super::fragment::{
     lane_along_columns, lane_along_rows, load_block, pitch,
 };
 use super::softmax::in_any_lane;
+use crate::unit::unit_again;
 use cubecl::prelude::*;
 
 /// Columns of a right operand that may be loaded ahead of the first product with them.
@@ -355,7 +356,7 @@ fn mend_dot_products(
     }
     // 0 times what is not finite is NaN.
     if in_any_lane(check != 0.0f32, true) {
-        let lane = UNIT_POS_PLANE as usize;
+        let lane = (unit_again() % 32) as usize;
         let a_pitch = comptime!(pitch(2 * dim));
         let (a_row, a_chunk) = lane_along_rows(lane);
         let (b_row, b_chunk) = if comptime!(instructions.apart()) {

@@ -9,6 +9,7 @@
 
 use super::fragment::{CHUNK, Chunk, Registers, by_value, chunks, pitch, shared_address};
 use super::tf32::{Ties, rounded_numbers};
+use crate::unit::unit;
 use cubecl::prelude::*;
 
 /// Rows of one head of a `[batch, heads, rows, features]` operand.
@@ -54,6 +55,8 @@ pub(crate) struct Staging {
     pub vector: usize,
     /// Whether elements are the halves of `f32` numbers, which stay together.
     pub halved: bool,
+    /// Whether registers are scarce.
+    pub crowded: bool,
     /// Whether, and how, `f32` numbers are rounded to TF32.
     pub tf32: Option<Ties>,
     /// By asynchronous copies.
@@ -165,8 +168,9 @@ pub(crate) fn issue<E: Float, N: Size>(
         // power of two of chunks, the last units have none.
         let width = comptime!(chunks(staging.dim));
         let step = comptime!(staging.units / width);
-        let row = UNIT_POS as usize / width;
-        let chunk = UNIT_POS as usize % width;
+        let unit = unit(staging.crowded) as usize;
+        let row = unit / width;
+        let chunk = unit % width;
         if comptime!(staging.units.is_multiple_of(width)) || row < step {
             let in_row = comptime!(staging.dim.is_multiple_of(16)) || chunk * CHUNK < staging.dim;
             let first = first_row + row as i32;
@@ -217,6 +221,16 @@ pub(crate) fn land<E: Float, N: Size>(
     if comptime!(staging.asynchronous) {
         gpu_asm!("cp.async.wait_group 0;");
         round_landed(tile, slot, staging);
+    } else if comptime!(staging.vector < CHUNK) {
+        let width = comptime!(chunks(staging.dim));
+        // Of an unknown number of steps: compilers would unroll them, and have the elements of all chunks on
+        // their way at once.
+        for index in range_stepped(UNIT_POS as usize, staging.chunks(), staging.units) {
+            let (row, chunk) = (index / width, index % width);
+            let to = slot + row * comptime!(pitch(staging.dim)) + chunk;
+            let loaded = load_chunk(x, rows, first_row + row as i32, chunk, staging);
+            tile[to] = round_chunk(loaded, staging.tf32);
+        }
     } else {
         let width = comptime!(chunks(staging.dim));
         #[unroll]

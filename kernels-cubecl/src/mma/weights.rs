@@ -18,7 +18,7 @@ pub(crate) fn along_weights<E: Float>(
     #[comptime] instructions: Instructions,
 ) -> Place {
     if comptime!(wide) {
-        along_rows(tile, first, pitch, instructions)
+        along_rows(tile, first, pitch, false, instructions)
     } else {
         let lane = UNIT_POS_PLANE;
         let place = place(tile, (first + lane as usize / 4) * pitch, instructions);

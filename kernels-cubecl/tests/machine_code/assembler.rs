@@ -86,19 +86,16 @@ impl MachineCode {
 
     /// # Errors
     /// What is wrong with it.
-    pub fn verdict(&self, tolerated: usize) -> Result<(), String> {
+    pub fn verdict(&self) -> Result<(), String> {
         let mut against = self.warnings.clone();
-        if self.stack > tolerated {
+        if self.stack > 0 {
             against.push(format!(
-                "{} bytes of local memory, expected at most {tolerated}",
+                "{} bytes of local memory, expected none",
                 self.stack
             ));
         }
-        if self.spills > tolerated {
-            against.push(format!(
-                "{} bytes spilled, expected at most {tolerated}",
-                self.spills
-            ));
+        if self.spills > 0 {
+            against.push(format!("{} bytes spilled, expected none", self.spills));
         }
         let limit = 255;
         if self.registers == 0 || self.registers > limit {

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 /// Calls before the first sample go on for this long, and are at least one.
 const WARM_UP: Duration = Duration::from_millis(200);
 
-/// A sample is as many calls as fill about this time, so that the first one's launch is lost in it.
+/// A sample is as many calls as fill about this time.
 const SAMPLE: Duration = Duration::from_millis(10);
 
 /// Calls of a sample at most.
@@ -105,7 +105,7 @@ pub fn time(
         let operands = next(calls);
         let seconds = match timing.clock {
             Clock::Host => by_host(operands, point, problem, device)?,
-            Clock::Device => match by_device(operands, point, problem, device)? {
+            Clock::Device => match by_device(next(1), operands, point, problem, device)? {
                 Some(seconds) => seconds,
                 None => {
                     timing.clock = Clock::Host;
@@ -138,14 +138,17 @@ fn by_host(
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// `None` from a device that has no clock of its own, or measured nothing.
+/// Calls `before` and then those of the sample, which find the device at work: its idle time until a first
+/// launch is no part of them. `None` from a device that has no clock of its own, or measured nothing.
 fn by_device(
+    before: Vec<Operands>,
     operands: Vec<Operands>,
     point: &Point,
     problem: &Problem,
     device: &Device,
 ) -> Outcome<Option<f64>> {
     let (point, problem) = (point.clone(), *problem);
+    run(before, &point, &problem)?;
     let flush = ProfileOptions::default().flush();
     let (done, profile) = device.profile_with(flush, move || run(operands, &point, &problem))?;
     done?;
