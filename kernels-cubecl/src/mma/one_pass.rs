@@ -29,14 +29,13 @@ use super::forward::store_rows;
 use super::fragment::{Accumulator, Chunk, as_weights, by_value, further, zeros};
 use super::gradient::{load_statistics, scale_all, store_statistics};
 use super::one_pass_blueprint::{KEYS, OnePass};
-use super::one_pass_step::{
-    ROW_TILES, Step, add_other_parts, add_own_part, nothing_yet, query_tile, tiles,
-};
+use super::one_pass_step::{ROW_TILES, Step, add_other_parts, add_own_part, query_tile, tiles};
 use super::query_sums::add_to_sums;
 use super::stage::{await_copies, issue, land, rows_of, stage_first};
 use super::turns::{fence, pass_turn, turn_at, wait_turn};
 use super::weights::{along_weights, finds_non_finite, store_weights};
 use crate::schedule::{Geometry, queries_of_block, wholly_visible};
+use crate::unit::unit;
 use cubecl::prelude::*;
 
 /// Writes the gradients of key and value, packed, and adds to the sums of the query's.
@@ -86,9 +85,9 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     let query_blocks = (geometry.seq_q as usize).div_ceil(block_q);
     let heads = geometry.batch * kv_heads;
     // The cube's number; whether there are keys that are not finite; whether queries and output gradients
-    // of this step, and of the next; where its gradients go, whether its turn had come early in the step,
-    // and whose counter the step before left waiting, none of which a register holds all along.
-    let mut notes = Shared::<[u32]>::new_slice(8usize);
+    // of this step, and of the next; where its gradients go, what the counter said early in the step, whose
+    // counter the step before left waiting, and what the steps are: sums leave no registers for them.
+    let mut notes = Shared::<[u32]>::new_slice(12usize);
     if UNIT_POS < 4 {
         let mut note = 0u32;
         if comptime!(ordered) {
@@ -123,16 +122,31 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
 
     let mut tiles = tiles::<E>(one_pass, config);
 
-    let key_staging = comptime!(config.staging(block_kv, config.head_dim));
-    let value_staging = comptime!(config.staging(block_kv, config.value_dim));
-    let query_staging = comptime!(config.staging(block_q, config.head_dim));
-    let gradient_staging = comptime!(config.staging(block_q, config.value_dim));
+    let key_staging = comptime!(
+        config
+            .staging(block_kv, config.head_dim)
+            .crowded(config.assembly)
+    );
+    let value_staging = comptime!(
+        config
+            .staging(block_kv, config.value_dim)
+            .crowded(config.assembly)
+    );
+    let query_staging = comptime!(
+        config
+            .staging(block_q, config.head_dim)
+            .crowded(config.assembly)
+    );
+    let gradient_staging = comptime!(
+        config
+            .staging(block_q, config.value_dim)
+            .crowded(config.assembly)
+    );
     let asynchronous = comptime!(query_staging.asynchronous);
     // Without asynchronous copies the next rows wait in registers once weights have left them.
     let late = comptime!(!asynchronous);
     let mut pending_query = Array::<Chunk<E>>::new(comptime!(query_staging.pending()));
     let mut pending_gradient = Array::<Chunk<E>>::new(comptime!(gradient_staging.pending()));
-    let mut pending_statistics = Array::<f32>::new(3usize);
 
     // The blocks of queries that see some key of the block through the band, in every head of the group.
     let visible = queries_of_block(&geometry, first_kv, block_kv);
@@ -141,6 +155,12 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     let per_head = select(end_block > first_block, end_block - first_block, 0usize);
     let steps = per_head * geometry.group;
     let last_of_head = select(per_head > 0, end_block - 1, 0usize);
+    if UNIT_POS == 0 {
+        notes[8] = steps as u32;
+        notes[9] = first_block as u32;
+        notes[10] = last_of_head as u32;
+        notes[11] = batch as u32;
+    }
     let mut walked_head = kv_head * geometry.group;
     let mut walked_block = last_of_head;
 
@@ -160,8 +180,9 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         &mut pending_query,
         value_staging,
     );
-    let own = UNIT_POS as usize;
     if steps > 0 {
+        let own = UNIT_POS as usize;
+        let mut pending_statistics = Array::<f32>::new(3usize);
         let head = kv_head * geometry.group;
         let first_query = (last_of_head * block_q) as i32;
         stage_first(
@@ -207,7 +228,14 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
 
     let mut key_sums = zeros(comptime!(ROW_TILES * key_columns));
     let mut value_sums = zeros(comptime!(ROW_TILES * value_columns));
-    for step in 0..steps {
+    let mut step = 0usize;
+    while step < notes[8] as usize {
+        let own = unit(config.assembly) as usize;
+        let goes_on = step + 1 < notes[8] as usize;
+        let first_kv = notes[5] as i32;
+        let first_block = notes[9] as usize;
+        let last_of_head = notes[10] as usize;
+        let batch = notes[11] as usize;
         let head = by_value::<usize>(walked_head);
         let block = by_value::<usize>(walked_block);
         let first_query = (block * block_q) as i32;
@@ -224,7 +252,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         let at_statistics = stage * comptime!(3 * block_q);
         let counter = (batch * geometry.heads + head) * query_blocks + block;
 
-        if step + 1 < steps {
+        if goes_on {
             if comptime!(asynchronous && stages == 2) {
                 issue(
                     query,
@@ -251,13 +279,12 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             // What the cube added in the step before is in, and if it is its turn already, nothing that
             // comes after happens before.
             if own == 0 {
-                let turn = turn_at(counter, first_query, first_kv, &geometry, block_q, block_kv);
                 let seen = turns[counter].load();
                 fence();
                 if step > 0 {
                     pass_turn(turns, notes[7] as usize);
                 }
-                notes[6] = select(seen == turn.count, 1u32, 0u32);
+                notes[6] = seen;
                 notes[7] = counter as u32;
             }
         }
@@ -317,9 +344,8 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
 
         if comptime!(ordered) {
             if own == 0 {
-                if comptime!(!fenced) || notes[6] == 0 {
-                    let turn =
-                        turn_at(counter, first_query, first_kv, &geometry, block_q, block_kv);
+                let turn = turn_at(counter, first_query, first_kv, &geometry, block_q, block_kv);
+                if comptime!(!fenced) || notes[6] != turn.count {
                     wait_turn(turns, turn);
                     if comptime!(fenced) {
                         fence();
@@ -335,16 +361,17 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         if own == 0 {
             notes[2 + (step + 1) % 2] = 0u32;
         }
-        if step + 1 < steps {
-            load_statistics(
-                row_statistics,
-                &mut pending_statistics,
-                batch,
-                next_head,
-                next_query + own as i32,
-                &geometry,
-                config,
-            );
+        let mut pending_statistics = Array::<f32>::new(3usize);
+        load_statistics(
+            row_statistics,
+            &mut pending_statistics,
+            batch,
+            next_head,
+            select(goes_on, next_query + own as i32, geometry.seq_q),
+            &geometry,
+            config,
+        );
+        if goes_on {
             if comptime!(late && stages == 2) {
                 issue(
                     query,
@@ -378,7 +405,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         let tile = query_tile(&tiles, current, one_pass, config);
         add_to_sums(
             query_sums,
-            (counter * one_pass.warps + UNIT_POS as usize / 32) * comptime!(tile_columns * 128),
+            (counter * one_pass.warps + own / 32) * comptime!(tile_columns * 128),
             &tile,
             tile_columns,
             one_pass.wide,
@@ -389,7 +416,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             // Every warp is done with the block.
             sync_cube();
         }
-        if step + 1 < steps {
+        if goes_on {
             if comptime!(stages == 1) {
                 issue(
                     query,
@@ -428,15 +455,15 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                 &pending_gradient,
                 gradient_staging,
             );
-            if own < block_q {
-                store_statistics(
-                    &pending_statistics,
-                    &mut tiles.statistics,
-                    other * comptime!(3 * block_q),
-                    own,
-                    block_q,
-                );
-            }
+        }
+        if own < block_q {
+            store_statistics(
+                &pending_statistics,
+                &mut tiles.statistics,
+                other * comptime!(3 * block_q),
+                own,
+                block_q,
+            );
         }
         if comptime!(ordered && !fenced) {
             sync_storage();
@@ -446,9 +473,10 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         } else {
             sync_cube();
         }
+        step += 1;
     }
     if comptime!(fenced) {
-        if own == 0 && steps > 0 {
+        if UNIT_POS == 0 && step > 0 {
             fence();
             pass_turn(turns, notes[7] as usize);
         }
@@ -511,10 +539,17 @@ fn share_sums<E: Float>(
 ) {
     let instructions = comptime!(config.instructions());
     let columns = comptime!(dim / one_pass.sides / 8);
-    let unit = UNIT_POS as usize + nothing_yet(config.assembly) as usize;
-    let side = unit / 32 % one_pass.sides;
-    let row = unit / comptime!(32 * one_pass.sides) * KEYS;
-    let place = along_weights(&*tile, row, config.pitch(dim), one_pass.wide, instructions);
+    let own = unit(config.assembly) as usize;
+    let side = own / 32 % one_pass.sides;
+    let row = own / comptime!(32 * one_pass.sides) * KEYS;
+    let place = along_weights(
+        &*tile,
+        row,
+        config.pitch(dim),
+        one_pass.wide,
+        config.assembly,
+        instructions,
+    );
     store_weights(
         tile,
         further(place, side * columns),

@@ -96,7 +96,7 @@ impl OnePass {
         let weights = if self.shares_probabilities() { 2 } else { 1 };
         let chunks = (self.owned() + self.stages * self.walked) * pitches
             + weights * self.owned() * pitch(self.walked);
-        chunks * 16 + self.stages * self.walked * 3 * 4 + 8 * 4 + 128
+        chunks * 16 + self.stages * self.walked * 3 * 4 + 12 * 4 + 128
     }
 
     /// Blocks of queries of a head.

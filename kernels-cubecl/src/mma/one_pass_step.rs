@@ -3,13 +3,14 @@
 use super::blueprint::Config;
 use super::fragment::{
     Accumulator, Chunk, Instructions, Place, Registers, along_columns, along_rows, along_sums,
-    as_weights, by_value, dot_products, further, load_block, zeros,
+    as_weights, dot_products, further, load_block, zeros,
 };
 use super::gradient::{Block, keep_dots, rebuild_probabilities, score_gradients};
 use super::one_pass_blueprint::{KEYS, OnePass};
 use super::softmax::Position;
 use super::weights::{Steps, add_columns, add_row_by_row, along_weights, store_weights};
 use crate::schedule::{Geometry, partly_visible};
+use crate::unit::unit;
 use cubecl::prelude::*;
 
 /// Tiles of a warp's keys.
@@ -87,19 +88,6 @@ struct Work {
     tile_key: Place,
 }
 
-/// 0, which compilers do not know before they get here: addresses that depend on it take no registers
-/// from the loop before.
-#[cube]
-pub(crate) fn nothing_yet(#[comptime] assembly: bool) -> u32 {
-    if comptime!(assembly) {
-        let nothing: u32;
-        gpu_asm!("mov.u32 {nothing}, 0;", nothing = out(_) nothing);
-        by_value::<u32>(nothing)
-    } else {
-        0u32.runtime()
-    }
-}
-
 /// The work of the unit's warp, found out where it is needed: sums leave no registers for places that
 /// stay the same.
 #[cube]
@@ -108,6 +96,7 @@ fn work<E: Float>(
     #[comptime] one_pass: OnePass,
     #[comptime] config: Config,
 ) -> Work {
+    let again = config.assembly;
     let sides = one_pass.sides;
     let wide = one_pass.wide;
     let instructions = comptime!(config.instructions());
@@ -117,7 +106,7 @@ fn work<E: Float>(
     let (query_row_tiles, query_features) = comptime!(one_pass.query_tile(config.head_dim));
     let warp_columns = comptime!(config.head_dim / query_features);
 
-    let warp = (UNIT_POS as usize + nothing_yet(config.assembly) as usize) / 32;
+    let warp = unit(again) as usize / 32;
     let row = warp / sides * KEYS;
     let side = warp % sides;
     let own_query = side * comptime!(one_pass.part());
@@ -125,14 +114,28 @@ fn work<E: Float>(
     let value_chunk = side * comptime!(config.value_dim / sides / 8);
     let tile_query = warp / warp_columns * comptime!(16 * query_row_tiles);
     let tile_chunk = warp % warp_columns * comptime!(query_features / 8);
-    let score_store = along_weights(&tiles.score_weights, row, weight_pitch, wide, instructions);
-    let value_store = along_weights(&tiles.value_weights, row, weight_pitch, wide, instructions);
-    let query = along_columns(&tiles.queries, key_pitch, false, instructions);
-    let gradient = along_columns(&tiles.gradients, value_pitch, false, instructions);
-    let query_sum = along_sums(&tiles.queries, key_pitch, false, instructions);
-    let gradient_sum = along_sums(&tiles.gradients, value_pitch, false, instructions);
-    let tile_score = along_columns(&tiles.score_weights, weight_pitch, false, instructions);
-    let tile_key = along_sums(&tiles.keys, key_pitch, false, instructions);
+    let score_store = along_weights(
+        &tiles.score_weights,
+        row,
+        weight_pitch,
+        wide,
+        again,
+        instructions,
+    );
+    let value_store = along_weights(
+        &tiles.value_weights,
+        row,
+        weight_pitch,
+        wide,
+        again,
+        instructions,
+    );
+    let query = along_columns(&tiles.queries, key_pitch, again, instructions);
+    let gradient = along_columns(&tiles.gradients, value_pitch, again, instructions);
+    let query_sum = along_sums(&tiles.queries, key_pitch, again, instructions);
+    let gradient_sum = along_sums(&tiles.gradients, value_pitch, again, instructions);
+    let tile_score = along_columns(&tiles.score_weights, weight_pitch, again, instructions);
+    let tile_key = along_sums(&tiles.keys, key_pitch, again, instructions);
     Work {
         row,
         side,
@@ -141,16 +144,16 @@ fn work<E: Float>(
         value_chunk,
         tile_query,
         tile_chunk,
-        key: along_rows(&tiles.keys, row, key_pitch, false, instructions),
-        value: along_rows(&tiles.values, row, value_pitch, false, instructions),
+        key: along_rows(&tiles.keys, row, key_pitch, again, instructions),
+        value: along_rows(&tiles.values, row, value_pitch, again, instructions),
         query: further(query, own_query * key_pitch),
         gradient: further(gradient, own_query * value_pitch),
         query_sum: further(query_sum, key_chunk),
         gradient_sum: further(gradient_sum, value_chunk),
         score_store: further(score_store, own_query / 8),
         value_store: further(value_store, own_query / 8),
-        score: along_rows(&tiles.score_weights, row, weight_pitch, false, instructions),
-        probability: along_rows(&tiles.value_weights, row, weight_pitch, false, instructions),
+        score: along_rows(&tiles.score_weights, row, weight_pitch, again, instructions),
+        probability: along_rows(&tiles.value_weights, row, weight_pitch, again, instructions),
         tile_score: further(tile_score, tile_query / 8),
         tile_key: further(tile_key, tile_chunk),
     }

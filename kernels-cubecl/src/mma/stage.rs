@@ -72,6 +72,12 @@ impl Staging {
         self
     }
 
+    /// The same, where registers may be scarce.
+    pub(crate) const fn crowded(mut self, crowded: bool) -> Self {
+        self.crowded |= crowded;
+        self
+    }
+
     /// The same, for numbers that are rounded later.
     pub(crate) const fn unrounded(mut self) -> Self {
         self.tf32 = None;
