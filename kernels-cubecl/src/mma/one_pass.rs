@@ -26,10 +26,14 @@
 
 use super::blueprint::Config;
 use super::forward::store_rows;
-use super::fragment::{Accumulator, Chunk, as_weights, by_value, further, zeros};
+use super::fragment::{Accumulator, Chunk, as_weights, further, zeros};
 use super::gradient::{load_statistics, scale_all, store_statistics};
 use super::one_pass_blueprint::{KEYS, OnePass};
 use super::one_pass_step::{ROW_TILES, Step, add_other_parts, add_own_part, query_tile, tiles};
+use super::one_pass_walk::{
+    BATCH, BATCH_HEAD, COUNTER, FIRST_HEAD, FIRST_KV, KEYS_CAREFUL, LAST_OF_HEAD, NOTES, NUMBER,
+    PER_HEAD, SEEN, STEP_CAREFUL, STEPS, step_again, walked,
+};
 use super::query_sums::add_to_sums;
 use super::stage::{await_copies, issue, land, rows_of, stage_first};
 use super::turns::{fence, pass_turn, turn_at, wait_turn};
@@ -84,10 +88,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     let blocks = (geometry.seq_kv as usize).div_ceil(block_kv);
     let query_blocks = (geometry.seq_q as usize).div_ceil(block_q);
     let heads = geometry.batch * kv_heads;
-    // The cube's number; whether there are keys that are not finite; whether queries and output gradients
-    // of this step, and of the next; where its gradients go, what the counter said early in the step, whose
-    // counter the step before left waiting, and what the steps are: sums leave no registers for them.
-    let mut notes = Shared::<[u32]>::new_slice(12usize);
+    let mut notes = Shared::<[u32]>::new_slice(NOTES);
     if UNIT_POS < 4 {
         let mut note = 0u32;
         if comptime!(ordered) {
@@ -100,7 +101,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     sync_cube();
     let mut number = CUBE_POS;
     if comptime!(ordered) {
-        number = notes[0] as usize;
+        number = notes[NUMBER] as usize;
     }
     if number >= blocks * heads {
         terminate!();
@@ -112,8 +113,8 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     let batch_head = first_head + place % width;
     let first_kv = (place / width * block_kv) as i32;
     if UNIT_POS == 0 {
-        notes[4] = batch_head as u32;
-        notes[5] = first_kv as u32;
+        notes[BATCH_HEAD] = batch_head as u32;
+        notes[FIRST_KV] = first_kv as u32;
     }
     let batch = batch_head / kv_heads;
     let kv_head = batch_head % kv_heads;
@@ -156,13 +157,12 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     let steps = per_head * geometry.group;
     let last_of_head = select(per_head > 0, end_block - 1, 0usize);
     if UNIT_POS == 0 {
-        notes[8] = steps as u32;
-        notes[9] = first_block as u32;
-        notes[10] = last_of_head as u32;
-        notes[11] = batch as u32;
+        notes[STEPS] = steps as u32;
+        notes[PER_HEAD] = per_head as u32;
+        notes[LAST_OF_HEAD] = last_of_head as u32;
+        notes[BATCH] = batch as u32;
+        notes[FIRST_HEAD] = (kv_head * geometry.group) as u32;
     }
-    let mut walked_head = kv_head * geometry.group;
-    let mut walked_block = last_of_head;
 
     stage_first(
         key,
@@ -223,41 +223,30 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     await_copies(key_staging);
     sync_cube();
     if finds_non_finite(&tiles.keys, 0usize, config.exponent(), key_staging) {
-        notes[1] = 1u32;
+        notes[KEYS_CAREFUL] = 1u32;
     }
 
     let mut key_sums = zeros(comptime!(ROW_TILES * key_columns));
     let mut value_sums = zeros(comptime!(ROW_TILES * value_columns));
-    let mut step = 0usize;
-    while step < notes[8] as usize {
+    let mut step = 0u32;
+    while step < notes[STEPS] {
         let own = unit(config.assembly) as usize;
-        let goes_on = step + 1 < notes[8] as usize;
-        let first_kv = notes[5] as i32;
-        let first_block = notes[9] as usize;
-        let last_of_head = notes[10] as usize;
-        let batch = notes[11] as usize;
-        let head = by_value::<usize>(walked_head);
-        let block = by_value::<usize>(walked_block);
-        let first_query = (block * block_q) as i32;
-        let head_ends = block == first_block;
-        let next_head = select(head_ends, head + 1, head);
-        let next_block = select(head_ends, last_of_head, block - 1);
-        let next_query = (next_block * block_q) as i32;
-        walked_head = next_head;
-        walked_block = next_block;
-        let stage = step % stages;
+        let first_kv = notes[FIRST_KV] as i32;
+        let goes_on = step + 1 < notes[STEPS];
+        let now = walked(&notes, step, &geometry, block_q);
+        let next = walked(&notes, step + 1, &geometry, block_q);
+        let stage = step as usize % stages;
         let other = (stage + 1) % stages;
         let at_query = stage * query_slot;
         let at_gradient = stage * gradient_slot;
-        let at_statistics = stage * comptime!(3 * block_q);
-        let counter = (batch * geometry.heads + head) * query_blocks + block;
+        let flag = STEP_CAREFUL + step as usize % 2;
 
         if goes_on {
             if comptime!(asynchronous && stages == 2) {
                 issue(
                     query,
-                    rows_of(query, batch, next_head, geometry.seq_q),
-                    next_query,
+                    rows_of(query, next.batch, next.head, geometry.seq_q),
+                    next.first_query,
                     &mut tiles.queries,
                     other * query_slot,
                     &mut pending_query,
@@ -265,8 +254,8 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                 );
                 issue(
                     output_gradient,
-                    rows_of(output_gradient, batch, next_head, geometry.seq_q),
-                    next_query,
+                    rows_of(output_gradient, next.batch, next.head, geometry.seq_q),
+                    next.first_query,
                     &mut tiles.gradients,
                     other * gradient_slot,
                     &mut pending_gradient,
@@ -279,36 +268,37 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             // What the cube added in the step before is in, and if it is its turn already, nothing that
             // comes after happens before.
             if own == 0 {
-                let seen = turns[counter].load();
+                let seen = turns[now.counter].load();
                 fence();
                 if step > 0 {
-                    pass_turn(turns, notes[7] as usize);
+                    pass_turn(turns, notes[COUNTER] as usize);
                 }
-                notes[6] = seen;
-                notes[7] = counter as u32;
+                notes[SEEN] = seen;
+                notes[COUNTER] = now.counter as u32;
             }
         }
-        let edge = always || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
+        let edge =
+            always || !wholly_visible(&geometry, now.first_query, first_kv, block_q, block_kv);
         let mut careful = false;
         if edge {
             let exponent = comptime!(config.exponent());
             let found = finds_non_finite(&tiles.queries, at_query, exponent, query_staging)
                 || finds_non_finite(&tiles.gradients, at_gradient, exponent, gradient_staging);
             if found {
-                notes[2 + step % 2] = 1u32;
+                notes[flag] = 1u32;
             }
             sync_cube();
-            careful = notes[1] != 0 || notes[2 + step % 2] != 0;
+            careful = notes[KEYS_CAREFUL] != 0 || notes[flag] != 0;
         }
 
         let current = Step {
-            batch,
-            head,
-            first_query,
+            batch: now.batch,
+            head: now.head,
+            first_query: now.first_query,
             first_kv,
             at_query,
             at_gradient,
-            at_statistics,
+            at_statistics: stage * comptime!(3 * block_q),
             edge,
             careful,
         };
@@ -342,10 +332,24 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             );
         }
 
+        // The second half finds out again where it is.
+        let same = step_again(step, config.assembly);
+        let own = unit(config.assembly) as usize;
+        let now = walked(&notes, same, &geometry, block_q);
+        let stage = same as usize % stages;
+        let other = (stage + 1) % stages;
         if comptime!(ordered) {
             if own == 0 {
-                let turn = turn_at(counter, first_query, first_kv, &geometry, block_q, block_kv);
-                if comptime!(!fenced) || notes[6] != turn.count {
+                let first_kv = notes[FIRST_KV] as i32;
+                let turn = turn_at(
+                    now.counter,
+                    now.first_query,
+                    first_kv,
+                    &geometry,
+                    block_q,
+                    block_kv,
+                );
+                if comptime!(!fenced) || notes[SEEN] != turn.count {
                     wait_turn(turns, turn);
                     if comptime!(fenced) {
                         fence();
@@ -359,15 +363,17 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             sync_cube();
         }
         if own == 0 {
-            notes[2 + (step + 1) % 2] = 0u32;
+            notes[STEP_CAREFUL + (same as usize + 1) % 2] = 0u32;
         }
+        let next = walked(&notes, same + 1, &geometry, block_q);
+        let goes_on = same + 1 < notes[STEPS];
         let mut pending_statistics = Array::<f32>::new(3usize);
         load_statistics(
             row_statistics,
             &mut pending_statistics,
-            batch,
-            next_head,
-            select(goes_on, next_query + own as i32, geometry.seq_q),
+            next.batch,
+            next.head,
+            select(goes_on, next.first_query + own as i32, geometry.seq_q),
             &geometry,
             config,
         );
@@ -375,8 +381,8 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             if comptime!(late && stages == 2) {
                 issue(
                     query,
-                    rows_of(query, batch, next_head, geometry.seq_q),
-                    next_query,
+                    rows_of(query, next.batch, next.head, geometry.seq_q),
+                    next.first_query,
                     &mut tiles.queries,
                     other * query_slot,
                     &mut pending_query,
@@ -384,8 +390,8 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                 );
                 issue(
                     output_gradient,
-                    rows_of(output_gradient, batch, next_head, geometry.seq_q),
-                    next_query,
+                    rows_of(output_gradient, next.batch, next.head, geometry.seq_q),
+                    next.first_query,
                     &mut tiles.gradients,
                     other * gradient_slot,
                     &mut pending_gradient,
@@ -394,6 +400,17 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             }
         }
 
+        let current = Step {
+            batch: now.batch,
+            head: now.head,
+            first_query: now.first_query,
+            first_kv: notes[FIRST_KV] as i32,
+            at_query: stage * query_slot,
+            at_gradient: stage * gradient_slot,
+            at_statistics: stage * comptime!(3 * block_q),
+            edge,
+            careful,
+        };
         add_other_parts(
             &tiles,
             &mut key_sums,
@@ -405,7 +422,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         let tile = query_tile(&tiles, current, one_pass, config);
         add_to_sums(
             query_sums,
-            (counter * one_pass.warps + own / 32) * comptime!(tile_columns * 128),
+            (now.counter * one_pass.warps + own / 32) * comptime!(tile_columns * 128),
             &tile,
             tile_columns,
             one_pass.wide,
@@ -420,8 +437,8 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             if comptime!(stages == 1) {
                 issue(
                     query,
-                    rows_of(query, batch, next_head, geometry.seq_q),
-                    next_query,
+                    rows_of(query, next.batch, next.head, geometry.seq_q),
+                    next.first_query,
                     &mut tiles.queries,
                     0usize,
                     &mut pending_query,
@@ -429,8 +446,8 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                 );
                 issue(
                     output_gradient,
-                    rows_of(output_gradient, batch, next_head, geometry.seq_q),
-                    next_query,
+                    rows_of(output_gradient, next.batch, next.head, geometry.seq_q),
+                    next.first_query,
                     &mut tiles.gradients,
                     0usize,
                     &mut pending_gradient,
@@ -439,8 +456,8 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             }
             land(
                 query,
-                rows_of(query, batch, next_head, geometry.seq_q),
-                next_query,
+                rows_of(query, next.batch, next.head, geometry.seq_q),
+                next.first_query,
                 &mut tiles.queries,
                 other * query_slot,
                 &pending_query,
@@ -448,8 +465,8 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             );
             land(
                 output_gradient,
-                rows_of(output_gradient, batch, next_head, geometry.seq_q),
-                next_query,
+                rows_of(output_gradient, next.batch, next.head, geometry.seq_q),
+                next.first_query,
                 &mut tiles.gradients,
                 other * gradient_slot,
                 &pending_gradient,
@@ -468,7 +485,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         if comptime!(ordered && !fenced) {
             sync_storage();
             if own == 0 {
-                pass_turn(turns, counter);
+                pass_turn(turns, now.counter);
             }
         } else {
             sync_cube();
@@ -478,7 +495,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     if comptime!(fenced) {
         if UNIT_POS == 0 && step > 0 {
             fence();
-            pass_turn(turns, notes[7] as usize);
+            pass_turn(turns, notes[COUNTER] as usize);
         }
     }
 
@@ -504,8 +521,8 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         config,
     );
     sync_cube();
-    let first_row = notes[4] as usize * geometry.seq_kv as usize;
-    let first_kv = notes[5] as i32;
+    let first_row = notes[BATCH_HEAD] as usize * geometry.seq_kv as usize;
+    let first_kv = notes[FIRST_KV] as i32;
     store_rows::<E, N>(
         &tiles.keys,
         key_gradient,

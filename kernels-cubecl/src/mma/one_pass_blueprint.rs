@@ -2,6 +2,7 @@
 
 use super::blueprint::Blocks;
 use super::fragment::pitch;
+use super::one_pass_walk::NOTES;
 use crate::device::Device;
 use flash_attention_spec::{Dtype, Problem, Summation};
 
@@ -35,6 +36,11 @@ impl OnePass {
     /// Keys of a cube.
     pub const fn owned(&self) -> usize {
         self.warps / self.sides * KEYS
+    }
+
+    /// Cubes that registers let run on a multiprocessor.
+    pub(crate) const fn cubes(&self) -> usize {
+        8 / self.warps
     }
 
     /// Units of a cube.
@@ -96,7 +102,7 @@ impl OnePass {
         let weights = if self.shares_probabilities() { 2 } else { 1 };
         let chunks = (self.owned() + self.stages * self.walked) * pitches
             + weights * self.owned() * pitch(self.walked);
-        chunks * 16 + self.stages * self.walked * 3 * 4 + 12 * 4 + 128
+        chunks * 16 + self.stages * self.walked * 3 * 4 + NOTES * 4 + 128
     }
 
     /// Blocks of queries of a head.
