@@ -299,6 +299,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             at_query,
             at_gradient,
             at_statistics: stage * comptime!(3 * block_q),
+            stage: stage as u32,
             edge,
             careful,
         };
@@ -408,6 +409,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             at_query: stage * query_slot,
             at_gradient: stage * gradient_slot,
             at_statistics: stage * comptime!(3 * block_q),
+            stage: stage as u32,
             edge,
             careful,
         };

@@ -55,7 +55,7 @@ impl OnePass {
             row_tiles: KEYS / 16,
             walked: self.walked,
             stages: self.stages,
-            prefetch: true,
+            prefetch: self.stages == 2,
             apart: false,
         }
     }
@@ -128,7 +128,10 @@ const BLOCKS: Table = [
         64,
         &[(4, 1, 2, 2), (4, 1, 1, 2), (8, 2, 2, 1), (8, 2, 1, 1)],
     ),
-    (128, &[(8, 2, 2, 1), (8, 2, 1, 1)]),
+    (
+        128,
+        &[(8, 2, 2, 1), (8, 2, 1, 1), (8, 4, 2, 1), (8, 4, 1, 1)],
+    ),
     (256, &[(8, 4, 2, 1), (8, 4, 1, 1)]),
 ];
 
@@ -161,7 +164,7 @@ pub(crate) fn plan_one_pass(problem: &Problem, device: &Device) -> Option<OnePas
             && problem.head_dim.is_multiple_of(16 * one_pass.sides)
             && problem.value_dim.is_multiple_of(16 * one_pass.sides);
         let needed = cubes * (one_pass.shared_memory(problem) + RESERVED);
-        let crowded = with_options && one_pass.sides == 1;
+        let crowded = with_options && one_pass.sides < 4 && widest / one_pass.sides > 32;
         divides && !crowded && needed <= device.shared_memory + RESERVED
     };
     let (one_pass, _) = forms

@@ -7,6 +7,7 @@ use super::fragment::{
 };
 use super::gradient::{Block, keep_dots, rebuild_probabilities, score_gradients};
 use super::one_pass_blueprint::{KEYS, OnePass};
+use super::one_pass_walk::step_again;
 use super::softmax::Position;
 use super::weights::{Steps, add_columns, add_row_by_row, along_weights, store_weights};
 use crate::schedule::{Geometry, partly_visible};
@@ -170,6 +171,8 @@ pub(crate) struct Step {
     pub at_query: usize,
     pub at_gradient: usize,
     pub at_statistics: usize,
+    /// The block's stage.
+    pub stage: u32,
     /// Whether the block has scores that may be hidden.
     pub edge: bool,
     /// Whether sums are formed row by row.
@@ -198,6 +201,20 @@ pub(crate) fn add_own_part<E: Float, B: Float, M: Int>(
     #[unroll]
     for c in 0..comptime!(one_pass.part() / chunk) {
         let work = work(&*tiles, one_pass, config);
+        // Of the three distances none waits in a register while the chunk before is summed.
+        let stage = step_again(step.stage, config.assembly) as usize;
+        let step = Step {
+            batch: step.batch,
+            head: step.head,
+            first_query: step.first_query,
+            first_kv: step.first_kv,
+            at_query: stage * comptime!(one_pass.walked * config.pitch(config.head_dim)),
+            at_gradient: stage * comptime!(one_pass.walked * config.pitch(config.value_dim)),
+            at_statistics: stage * comptime!(3 * one_pass.walked),
+            stage: step.stage,
+            edge: step.edge,
+            careful: step.careful,
+        };
         let first = comptime!(c * chunk);
         let mut hidden = false;
         if comptime!(tested) {

@@ -72,9 +72,10 @@ impl Staging {
         self
     }
 
-    /// The same, where registers may be scarce.
-    pub(crate) const fn crowded(mut self, crowded: bool) -> Self {
-        self.crowded |= crowded;
+    /// The same, where registers are scarce: rows that are no power of two of chunks take more of them.
+    pub(crate) const fn crowded(mut self, assembly: bool) -> Self {
+        self.crowded |= assembly;
+        self.prefetch &= chunks(self.dim).is_power_of_two();
         self
     }
 
