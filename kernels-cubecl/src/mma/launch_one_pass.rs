@@ -72,7 +72,7 @@ pub(super) fn one_pass(backward: &Backward, one_pass: OnePass, gradients: &Gradi
             BufferArg::from_raw_parts(query_sums.clone(), sums),
             BufferArg::from_raw_parts(turns, counters),
             launch.geometry(),
-            section(problem, heads),
+            section(client, problem, one_pass, heads),
             one_pass,
             launch.config(one_pass.blocks()),
             launch.element,
@@ -105,9 +105,22 @@ pub(super) fn one_pass(backward: &Backward, one_pass: OnePass, gradients: &Gradi
 /// Bytes of the cache that queries and output gradients of heads side by side may take.
 const SECTION: usize = 24 << 20;
 
+/// Blocks of keys of a head that are at work at once, of cubes that take turns. Each block waits until the
+/// one before is a step ahead, which takes the longer the more start at once; those that are at work side
+/// by side read each row of the queries from the cache but once.
+const TAKING_TURNS: usize = 3;
+
 /// Key heads whose cubes run side by side.
-fn section(problem: &Problem, heads: usize) -> usize {
+fn section(client: &Client, problem: &Problem, one_pass: OnePass, heads: usize) -> usize {
     let row = (problem.head_dim + problem.value_dim) * problem.dtype.size();
     let bytes = problem.seq_q * problem.group() * row;
-    (SECTION / bytes.max(1)).clamp(1, heads)
+    let cached = SECTION / bytes.max(1);
+    let processors = client.properties().hardware.num_streaming_multiprocessors;
+    let cubes = processors.map_or(0, |count| count as usize * one_pass.cubes());
+    let apart = if one_pass.ordered() {
+        cubes / TAKING_TURNS
+    } else {
+        0
+    };
+    cached.max(apart).clamp(1, heads)
 }

@@ -58,6 +58,7 @@ mod machine_code;
 mod one_pass;
 mod one_pass_blueprint;
 mod one_pass_step;
+mod one_pass_walk;
 mod query_gradient;
 mod query_sums;
 mod softmax;

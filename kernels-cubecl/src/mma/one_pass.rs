@@ -26,17 +26,20 @@
 
 use super::blueprint::Config;
 use super::forward::store_rows;
-use super::fragment::{Accumulator, Chunk, as_weights, by_value, further, zeros};
+use super::fragment::{Accumulator, Chunk, as_weights, further, zeros};
 use super::gradient::{load_statistics, scale_all, store_statistics};
-use super::one_pass_blueprint::OnePass;
-use super::one_pass_step::{
-    ROW_TILES, Step, add_other_parts, add_own_part, query_tile, tiles, work,
+use super::one_pass_blueprint::{KEYS, OnePass};
+use super::one_pass_step::{ROW_TILES, Step, add_other_parts, add_own_part, query_tile, tiles};
+use super::one_pass_walk::{
+    BATCH, BATCH_HEAD, COUNTER, FIRST_HEAD, FIRST_KV, KEYS_CAREFUL, LAST_OF_HEAD, NOTES, NUMBER,
+    PER_HEAD, SEEN, STEP_CAREFUL, STEPS, step_again, walked,
 };
 use super::query_sums::add_to_sums;
 use super::stage::{await_copies, issue, land, rows_of, stage_first};
 use super::turns::{fence, pass_turn, turn_at, wait_turn};
 use super::weights::{along_weights, finds_non_finite, store_weights};
 use crate::schedule::{Geometry, queries_of_block, wholly_visible};
+use crate::unit::unit;
 use cubecl::prelude::*;
 
 /// Writes the gradients of key and value, packed, and adds to the sums of the query's.
@@ -85,9 +88,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     let blocks = (geometry.seq_kv as usize).div_ceil(block_kv);
     let query_blocks = (geometry.seq_q as usize).div_ceil(block_q);
     let heads = geometry.batch * kv_heads;
-    // The cube's number; whether there are keys that are not finite; whether queries and output gradients
-    // of this step, and of the next; where its gradients go, which no register holds all along.
-    let mut notes = Shared::<[u32]>::new_slice(6usize);
+    let mut notes = Shared::<[u32]>::new_slice(NOTES);
     if UNIT_POS < 4 {
         let mut note = 0u32;
         if comptime!(ordered) {
@@ -100,7 +101,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     sync_cube();
     let mut number = CUBE_POS;
     if comptime!(ordered) {
-        number = notes[0] as usize;
+        number = notes[NUMBER] as usize;
     }
     if number >= blocks * heads {
         terminate!();
@@ -112,8 +113,8 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     let batch_head = first_head + place % width;
     let first_kv = (place / width * block_kv) as i32;
     if UNIT_POS == 0 {
-        notes[4] = batch_head as u32;
-        notes[5] = first_kv as u32;
+        notes[BATCH_HEAD] = batch_head as u32;
+        notes[FIRST_KV] = first_kv as u32;
     }
     let batch = batch_head / kv_heads;
     let kv_head = batch_head % kv_heads;
@@ -121,18 +122,32 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     let value_rows = rows_of(value, batch, kv_head, geometry.seq_kv);
 
     let mut tiles = tiles::<E>(one_pass, config);
-    let work = work(&tiles, one_pass, config);
 
-    let key_staging = comptime!(config.staging(block_kv, config.head_dim));
-    let value_staging = comptime!(config.staging(block_kv, config.value_dim));
-    let query_staging = comptime!(config.staging(block_q, config.head_dim));
-    let gradient_staging = comptime!(config.staging(block_q, config.value_dim));
+    let key_staging = comptime!(
+        config
+            .staging(block_kv, config.head_dim)
+            .crowded(config.assembly)
+    );
+    let value_staging = comptime!(
+        config
+            .staging(block_kv, config.value_dim)
+            .crowded(config.assembly)
+    );
+    let query_staging = comptime!(
+        config
+            .staging(block_q, config.head_dim)
+            .crowded(config.assembly)
+    );
+    let gradient_staging = comptime!(
+        config
+            .staging(block_q, config.value_dim)
+            .crowded(config.assembly)
+    );
     let asynchronous = comptime!(query_staging.asynchronous);
     // Without asynchronous copies the next rows wait in registers once weights have left them.
     let late = comptime!(!asynchronous);
     let mut pending_query = Array::<Chunk<E>>::new(comptime!(query_staging.pending()));
     let mut pending_gradient = Array::<Chunk<E>>::new(comptime!(gradient_staging.pending()));
-    let mut pending_statistics = Array::<f32>::new(3usize);
 
     // The blocks of queries that see some key of the block through the band, in every head of the group.
     let visible = queries_of_block(&geometry, first_kv, block_kv);
@@ -141,8 +156,13 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     let per_head = select(end_block > first_block, end_block - first_block, 0usize);
     let steps = per_head * geometry.group;
     let last_of_head = select(per_head > 0, end_block - 1, 0usize);
-    let mut walked_head = kv_head * geometry.group;
-    let mut walked_block = last_of_head;
+    if UNIT_POS == 0 {
+        notes[STEPS] = steps as u32;
+        notes[PER_HEAD] = per_head as u32;
+        notes[LAST_OF_HEAD] = last_of_head as u32;
+        notes[BATCH] = batch as u32;
+        notes[FIRST_HEAD] = (kv_head * geometry.group) as u32;
+    }
 
     stage_first(
         key,
@@ -160,8 +180,9 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         &mut pending_query,
         value_staging,
     );
-    let own = UNIT_POS as usize;
     if steps > 0 {
+        let own = UNIT_POS as usize;
+        let mut pending_statistics = Array::<f32>::new(3usize);
         let head = kv_head * geometry.group;
         let first_query = (last_of_head * block_q) as i32;
         stage_first(
@@ -202,35 +223,30 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     await_copies(key_staging);
     sync_cube();
     if finds_non_finite(&tiles.keys, 0usize, config.exponent(), key_staging) {
-        notes[1] = 1u32;
+        notes[KEYS_CAREFUL] = 1u32;
     }
 
     let mut key_sums = zeros(comptime!(ROW_TILES * key_columns));
     let mut value_sums = zeros(comptime!(ROW_TILES * value_columns));
-    for step in 0..steps {
-        let head = by_value::<usize>(walked_head);
-        let block = by_value::<usize>(walked_block);
-        let first_query = (block * block_q) as i32;
-        let head_ends = block == first_block;
-        let next_head = select(head_ends, head + 1, head);
-        let next_block = select(head_ends, last_of_head, block - 1);
-        let next_query = (next_block * block_q) as i32;
-        walked_head = next_head;
-        walked_block = next_block;
-        let stage = step % stages;
+    let mut step = 0u32;
+    while step < notes[STEPS] {
+        let own = unit(config.assembly) as usize;
+        let first_kv = notes[FIRST_KV] as i32;
+        let goes_on = step + 1 < notes[STEPS];
+        let now = walked(&notes, step, &geometry, block_q);
+        let next = walked(&notes, step + 1, &geometry, block_q);
+        let stage = step as usize % stages;
         let other = (stage + 1) % stages;
         let at_query = stage * query_slot;
         let at_gradient = stage * gradient_slot;
-        let at_statistics = stage * comptime!(3 * block_q);
-        let counter = (batch * geometry.heads + head) * query_blocks + block;
-        let turn = turn_at(counter, first_query, first_kv, &geometry, block_q, block_kv);
+        let flag = STEP_CAREFUL + step as usize % 2;
 
-        if step + 1 < steps {
+        if goes_on {
             if comptime!(asynchronous && stages == 2) {
                 issue(
                     query,
-                    rows_of(query, batch, next_head, geometry.seq_q),
-                    next_query,
+                    rows_of(query, next.batch, next.head, geometry.seq_q),
+                    next.first_query,
                     &mut tiles.queries,
                     other * query_slot,
                     &mut pending_query,
@@ -238,52 +254,52 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                 );
                 issue(
                     output_gradient,
-                    rows_of(output_gradient, batch, next_head, geometry.seq_q),
-                    next_query,
+                    rows_of(output_gradient, next.batch, next.head, geometry.seq_q),
+                    next.first_query,
                     &mut tiles.gradients,
                     other * gradient_slot,
                     &mut pending_gradient,
                     gradient_staging,
                 );
             }
-            load_statistics(
-                row_statistics,
-                &mut pending_statistics,
-                batch,
-                next_head,
-                next_query + own as i32,
-                &geometry,
-                config,
-            );
         }
-        // Asked early: the answer comes from far away.
-        let mut seen = 0u32;
         if comptime!(fenced) {
+            // Here, where the other warps have products to wait for, and not where all wait for this one.
+            // What the cube added in the step before is in, and if it is its turn already, nothing that
+            // comes after happens before.
             if own == 0 {
-                seen = turns[counter].load();
+                let seen = turns[now.counter].load();
+                fence();
+                if step > 0 {
+                    pass_turn(turns, notes[COUNTER] as usize);
+                }
+                notes[SEEN] = seen;
+                notes[COUNTER] = now.counter as u32;
             }
         }
-        let edge = always || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
+        let edge =
+            always || !wholly_visible(&geometry, now.first_query, first_kv, block_q, block_kv);
         let mut careful = false;
         if edge {
             let exponent = comptime!(config.exponent());
             let found = finds_non_finite(&tiles.queries, at_query, exponent, query_staging)
                 || finds_non_finite(&tiles.gradients, at_gradient, exponent, gradient_staging);
             if found {
-                notes[2 + step % 2] = 1u32;
+                notes[flag] = 1u32;
             }
             sync_cube();
-            careful = notes[1] != 0 || notes[2 + step % 2] != 0;
+            careful = notes[KEYS_CAREFUL] != 0 || notes[flag] != 0;
         }
 
         let current = Step {
-            batch,
-            head,
-            first_query,
+            batch: now.batch,
+            head: now.head,
+            first_query: now.first_query,
             first_kv,
             at_query,
             at_gradient,
-            at_statistics,
+            at_statistics: stage * comptime!(3 * block_q),
+            stage: stage as u32,
             edge,
             careful,
         };
@@ -294,7 +310,6 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                 &mut tiles,
                 &mut key_sums,
                 &mut value_sums,
-                work,
                 current,
                 &mask,
                 &bias,
@@ -308,7 +323,6 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                 &mut tiles,
                 &mut key_sums,
                 &mut value_sums,
-                work,
                 current,
                 &mask,
                 &bias,
@@ -319,21 +333,24 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             );
         }
 
+        // The second half finds out again where it is.
+        let same = step_again(step, config.assembly);
+        let own = unit(config.assembly) as usize;
+        let now = walked(&notes, same, &geometry, block_q);
+        let stage = same as usize % stages;
+        let other = (stage + 1) % stages;
         if comptime!(ordered) {
             if own == 0 {
-                if comptime!(fenced) {
-                    // What the cube added in the step before is in. If it is its turn already, nothing
-                    // that comes after happens before.
-                    fence();
-                    if step > 0 {
-                        let first_of_head = block == last_of_head;
-                        let before = select(first_of_head, first_block, block + 1);
-                        let head = select(first_of_head, head - 1, head);
-                        let before = (batch * geometry.heads + head) * query_blocks + before;
-                        pass_turn(turns, before);
-                    }
-                }
-                if seen != turn.count || comptime!(!fenced) {
+                let first_kv = notes[FIRST_KV] as i32;
+                let turn = turn_at(
+                    now.counter,
+                    now.first_query,
+                    first_kv,
+                    &geometry,
+                    block_q,
+                    block_kv,
+                );
+                if comptime!(!fenced) || notes[SEEN] != turn.count {
                     wait_turn(turns, turn);
                     if comptime!(fenced) {
                         fence();
@@ -347,14 +364,26 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             sync_cube();
         }
         if own == 0 {
-            notes[2 + (step + 1) % 2] = 0u32;
+            notes[STEP_CAREFUL + (same as usize + 1) % 2] = 0u32;
         }
-        if step + 1 < steps {
+        let next = walked(&notes, same + 1, &geometry, block_q);
+        let goes_on = same + 1 < notes[STEPS];
+        let mut pending_statistics = Array::<f32>::new(3usize);
+        load_statistics(
+            row_statistics,
+            &mut pending_statistics,
+            next.batch,
+            next.head,
+            select(goes_on, next.first_query + own as i32, geometry.seq_q),
+            &geometry,
+            config,
+        );
+        if goes_on {
             if comptime!(late && stages == 2) {
                 issue(
                     query,
-                    rows_of(query, batch, next_head, geometry.seq_q),
-                    next_query,
+                    rows_of(query, next.batch, next.head, geometry.seq_q),
+                    next.first_query,
                     &mut tiles.queries,
                     other * query_slot,
                     &mut pending_query,
@@ -362,8 +391,8 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                 );
                 issue(
                     output_gradient,
-                    rows_of(output_gradient, batch, next_head, geometry.seq_q),
-                    next_query,
+                    rows_of(output_gradient, next.batch, next.head, geometry.seq_q),
+                    next.first_query,
                     &mut tiles.gradients,
                     other * gradient_slot,
                     &mut pending_gradient,
@@ -372,19 +401,30 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             }
         }
 
+        let current = Step {
+            batch: now.batch,
+            head: now.head,
+            first_query: now.first_query,
+            first_kv: notes[FIRST_KV] as i32,
+            at_query: stage * query_slot,
+            at_gradient: stage * gradient_slot,
+            at_statistics: stage * comptime!(3 * block_q),
+            stage: stage as u32,
+            edge,
+            careful,
+        };
         add_other_parts(
             &tiles,
             &mut key_sums,
             &mut value_sums,
-            work,
             current,
             one_pass,
             config,
         );
-        let tile = query_tile(&tiles, work, current, one_pass, config);
+        let tile = query_tile(&tiles, current, one_pass, config);
         add_to_sums(
             query_sums,
-            (counter * one_pass.warps + UNIT_POS as usize / 32) * comptime!(tile_columns * 128),
+            (now.counter * one_pass.warps + own / 32) * comptime!(tile_columns * 128),
             &tile,
             tile_columns,
             one_pass.wide,
@@ -395,12 +435,12 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             // Every warp is done with the block.
             sync_cube();
         }
-        if step + 1 < steps {
+        if goes_on {
             if comptime!(stages == 1) {
                 issue(
                     query,
-                    rows_of(query, batch, next_head, geometry.seq_q),
-                    next_query,
+                    rows_of(query, next.batch, next.head, geometry.seq_q),
+                    next.first_query,
                     &mut tiles.queries,
                     0usize,
                     &mut pending_query,
@@ -408,8 +448,8 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                 );
                 issue(
                     output_gradient,
-                    rows_of(output_gradient, batch, next_head, geometry.seq_q),
-                    next_query,
+                    rows_of(output_gradient, next.batch, next.head, geometry.seq_q),
+                    next.first_query,
                     &mut tiles.gradients,
                     0usize,
                     &mut pending_gradient,
@@ -418,8 +458,8 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             }
             land(
                 query,
-                rows_of(query, batch, next_head, geometry.seq_q),
-                next_query,
+                rows_of(query, next.batch, next.head, geometry.seq_q),
+                next.first_query,
                 &mut tiles.queries,
                 other * query_slot,
                 &pending_query,
@@ -427,40 +467,37 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             );
             land(
                 output_gradient,
-                rows_of(output_gradient, batch, next_head, geometry.seq_q),
-                next_query,
+                rows_of(output_gradient, next.batch, next.head, geometry.seq_q),
+                next.first_query,
                 &mut tiles.gradients,
                 other * gradient_slot,
                 &pending_gradient,
                 gradient_staging,
             );
-            if own < block_q {
-                store_statistics(
-                    &pending_statistics,
-                    &mut tiles.statistics,
-                    other * comptime!(3 * block_q),
-                    own,
-                    block_q,
-                );
-            }
+        }
+        if own < block_q {
+            store_statistics(
+                &pending_statistics,
+                &mut tiles.statistics,
+                other * comptime!(3 * block_q),
+                own,
+                block_q,
+            );
         }
         if comptime!(ordered && !fenced) {
             sync_storage();
             if own == 0 {
-                pass_turn(turns, counter);
+                pass_turn(turns, now.counter);
             }
         } else {
             sync_cube();
         }
+        step += 1;
     }
     if comptime!(fenced) {
-        if own == 0 && steps > 0 {
+        if UNIT_POS == 0 && step > 0 {
             fence();
-            let head = kv_head * geometry.group + geometry.group - 1;
-            pass_turn(
-                turns,
-                (batch * geometry.heads + head) * query_blocks + first_block,
-            );
+            pass_turn(turns, notes[COUNTER] as usize);
         }
     }
 
@@ -474,7 +511,6 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     share_sums(
         &mut tiles.keys,
         &key_sums,
-        work.row,
         config.head_dim,
         one_pass,
         config,
@@ -482,14 +518,13 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     share_sums(
         &mut tiles.values,
         &value_sums,
-        work.row,
         config.value_dim,
         one_pass,
         config,
     );
     sync_cube();
-    let first_row = notes[4] as usize * geometry.seq_kv as usize;
-    let first_kv = notes[5] as i32;
+    let first_row = notes[BATCH_HEAD] as usize * geometry.seq_kv as usize;
+    let first_kv = notes[FIRST_KV] as i32;
     store_rows::<E, N>(
         &tiles.keys,
         key_gradient,
@@ -517,16 +552,23 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
 fn share_sums<E: Float>(
     tile: &mut Shared<[Chunk<E>]>,
     sums: &Sequence<Accumulator>,
-    row: usize,
     #[comptime] dim: usize,
     #[comptime] one_pass: OnePass,
     #[comptime] config: Config,
 ) {
     let instructions = comptime!(config.instructions());
     let columns = comptime!(dim / one_pass.sides / 8);
-    let side = UNIT_POS as usize / 32 % one_pass.sides;
-    let row = row + nothing_yet(config.assembly) as usize;
-    let place = along_weights(&*tile, row, config.pitch(dim), one_pass.wide, instructions);
+    let own = unit(config.assembly) as usize;
+    let side = own / 32 % one_pass.sides;
+    let row = own / comptime!(32 * one_pass.sides) * KEYS;
+    let place = along_weights(
+        &*tile,
+        row,
+        config.pitch(dim),
+        one_pass.wide,
+        config.assembly,
+        instructions,
+    );
     store_weights(
         tile,
         further(place, side * columns),
@@ -537,17 +579,4 @@ fn share_sums<E: Float>(
         one_pass.wide,
         instructions,
     );
-}
-
-/// 0, which compilers do not know before they get here: addresses that depend on it take no registers
-/// from the loop before.
-#[cube]
-fn nothing_yet(#[comptime] assembly: bool) -> u32 {
-    if comptime!(assembly) {
-        let nothing: u32;
-        gpu_asm!("mov.u32 {nothing}, 0;", nothing = out(_) nothing);
-        by_value::<u32>(nothing)
-    } else {
-        0u32.runtime()
-    }
 }

@@ -2,6 +2,7 @@
 
 use super::blueprint::Blocks;
 use super::fragment::pitch;
+use super::one_pass_walk::NOTES;
 use crate::device::Device;
 use flash_attention_spec::{Dtype, Problem, Summation};
 
@@ -37,6 +38,11 @@ impl OnePass {
         self.warps / self.sides * KEYS
     }
 
+    /// Cubes that registers let run on a multiprocessor.
+    pub(crate) const fn cubes(&self) -> usize {
+        8 / self.warps
+    }
+
     /// Units of a cube.
     pub const fn units(&self) -> usize {
         self.warps * 32
@@ -49,7 +55,7 @@ impl OnePass {
             row_tiles: KEYS / 16,
             walked: self.walked,
             stages: self.stages,
-            prefetch: true,
+            prefetch: self.stages == 2,
             apart: false,
         }
     }
@@ -96,7 +102,7 @@ impl OnePass {
         let weights = if self.shares_probabilities() { 2 } else { 1 };
         let chunks = (self.owned() + self.stages * self.walked) * pitches
             + weights * self.owned() * pitch(self.walked);
-        chunks * 16 + self.stages * self.walked * 3 * 4 + 6 * 4 + 128
+        chunks * 16 + self.stages * self.walked * 3 * 4 + NOTES * 4 + 128
     }
 
     /// Blocks of queries of a head.
@@ -116,13 +122,14 @@ impl OnePass {
 type Table = [(usize, &'static [(usize, usize, usize, usize)]); 3];
 
 /// Eight warps of up to 255 registers fill a multiprocessor. Two cubes of four do not wait at each
-/// other's barriers; one of eight owns as many keys where heads are too wide for a warp's registers.
+/// other's barriers; one of eight owns as many keys where heads are too wide for a warp's registers. With
+/// options heads of 128 features are divided among four warps, as wider ones are.
 const BLOCKS: Table = [
     (
         64,
         &[(4, 1, 2, 2), (4, 1, 1, 2), (8, 2, 2, 1), (8, 2, 1, 1)],
     ),
-    (128, &[(8, 2, 2, 1), (8, 2, 1, 1)]),
+    (128, &[(8, 2, 2, 1), (8, 2, 1, 1), (8, 4, 2, 1)]),
     (256, &[(8, 4, 2, 1), (8, 4, 1, 1)]),
 ];
 
@@ -155,7 +162,7 @@ pub(crate) fn plan_one_pass(problem: &Problem, device: &Device) -> Option<OnePas
             && problem.head_dim.is_multiple_of(16 * one_pass.sides)
             && problem.value_dim.is_multiple_of(16 * one_pass.sides);
         let needed = cubes * (one_pass.shared_memory(problem) + RESERVED);
-        let crowded = with_options && one_pass.sides == 1;
+        let crowded = with_options && one_pass.sides < 4 && widest / one_pass.sides > 32;
         divides && !crowded && needed <= device.shared_memory + RESERVED
     };
     let (one_pass, _) = forms

@@ -7,9 +7,11 @@ use super::fragment::{
 };
 use super::gradient::{Block, keep_dots, rebuild_probabilities, score_gradients};
 use super::one_pass_blueprint::{KEYS, OnePass};
+use super::one_pass_walk::step_again;
 use super::softmax::Position;
 use super::weights::{Steps, add_columns, add_row_by_row, along_weights, store_weights};
 use crate::schedule::{Geometry, partly_visible};
+use crate::unit::unit;
 use cubecl::prelude::*;
 
 /// Tiles of a warp's keys.
@@ -60,9 +62,9 @@ pub(crate) fn tiles<E: Float>(
 /// What a warp works on, and its lanes' places in the tiles.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct Work {
+struct Work {
     /// The warp's first key among the cube's.
-    pub row: usize,
+    row: usize,
     /// Its number among the warps that own the same keys.
     side: usize,
     /// Its first query of a block.
@@ -87,13 +89,15 @@ pub(crate) struct Work {
     tile_key: Place,
 }
 
-/// The work of the unit's warp.
+/// The work of the unit's warp, found out where it is needed: sums leave no registers for places that
+/// stay the same.
 #[cube]
-pub(crate) fn work<E: Float>(
+fn work<E: Float>(
     tiles: &Tiles<E>,
     #[comptime] one_pass: OnePass,
     #[comptime] config: Config,
 ) -> Work {
+    let again = config.assembly;
     let sides = one_pass.sides;
     let wide = one_pass.wide;
     let instructions = comptime!(config.instructions());
@@ -103,7 +107,7 @@ pub(crate) fn work<E: Float>(
     let (query_row_tiles, query_features) = comptime!(one_pass.query_tile(config.head_dim));
     let warp_columns = comptime!(config.head_dim / query_features);
 
-    let warp = UNIT_POS as usize / 32;
+    let warp = unit(again) as usize / 32;
     let row = warp / sides * KEYS;
     let side = warp % sides;
     let own_query = side * comptime!(one_pass.part());
@@ -111,14 +115,28 @@ pub(crate) fn work<E: Float>(
     let value_chunk = side * comptime!(config.value_dim / sides / 8);
     let tile_query = warp / warp_columns * comptime!(16 * query_row_tiles);
     let tile_chunk = warp % warp_columns * comptime!(query_features / 8);
-    let score_store = along_weights(&tiles.score_weights, row, weight_pitch, wide, instructions);
-    let value_store = along_weights(&tiles.value_weights, row, weight_pitch, wide, instructions);
-    let query = along_columns(&tiles.queries, key_pitch, false, instructions);
-    let gradient = along_columns(&tiles.gradients, value_pitch, false, instructions);
-    let query_sum = along_sums(&tiles.queries, key_pitch, false, instructions);
-    let gradient_sum = along_sums(&tiles.gradients, value_pitch, false, instructions);
-    let tile_score = along_columns(&tiles.score_weights, weight_pitch, false, instructions);
-    let tile_key = along_sums(&tiles.keys, key_pitch, false, instructions);
+    let score_store = along_weights(
+        &tiles.score_weights,
+        row,
+        weight_pitch,
+        wide,
+        again,
+        instructions,
+    );
+    let value_store = along_weights(
+        &tiles.value_weights,
+        row,
+        weight_pitch,
+        wide,
+        again,
+        instructions,
+    );
+    let query = along_columns(&tiles.queries, key_pitch, again, instructions);
+    let gradient = along_columns(&tiles.gradients, value_pitch, again, instructions);
+    let query_sum = along_sums(&tiles.queries, key_pitch, again, instructions);
+    let gradient_sum = along_sums(&tiles.gradients, value_pitch, again, instructions);
+    let tile_score = along_columns(&tiles.score_weights, weight_pitch, again, instructions);
+    let tile_key = along_sums(&tiles.keys, key_pitch, again, instructions);
     Work {
         row,
         side,
@@ -127,16 +145,16 @@ pub(crate) fn work<E: Float>(
         value_chunk,
         tile_query,
         tile_chunk,
-        key: along_rows(&tiles.keys, row, key_pitch, false, instructions),
-        value: along_rows(&tiles.values, row, value_pitch, false, instructions),
+        key: along_rows(&tiles.keys, row, key_pitch, again, instructions),
+        value: along_rows(&tiles.values, row, value_pitch, again, instructions),
         query: further(query, own_query * key_pitch),
         gradient: further(gradient, own_query * value_pitch),
         query_sum: further(query_sum, key_chunk),
         gradient_sum: further(gradient_sum, value_chunk),
         score_store: further(score_store, own_query / 8),
         value_store: further(value_store, own_query / 8),
-        score: along_rows(&tiles.score_weights, row, weight_pitch, false, instructions),
-        probability: along_rows(&tiles.value_weights, row, weight_pitch, false, instructions),
+        score: along_rows(&tiles.score_weights, row, weight_pitch, again, instructions),
+        probability: along_rows(&tiles.value_weights, row, weight_pitch, again, instructions),
         tile_score: further(tile_score, tile_query / 8),
         tile_key: further(tile_key, tile_chunk),
     }
@@ -153,6 +171,8 @@ pub(crate) struct Step {
     pub at_query: usize,
     pub at_gradient: usize,
     pub at_statistics: usize,
+    /// The block's stage.
+    pub stage: u32,
     /// Whether the block has scores that may be hidden.
     pub edge: bool,
     /// Whether sums are formed row by row.
@@ -167,7 +187,6 @@ pub(crate) fn add_own_part<E: Float, B: Float, M: Int>(
     tiles: &mut Tiles<E>,
     key_sums: &mut Sequence<Accumulator>,
     value_sums: &mut Sequence<Accumulator>,
-    work: Work,
     step: Step,
     mask: &ComptimeOption<&Tensor<M>>,
     bias: &ComptimeOption<&Tensor<B>>,
@@ -181,6 +200,21 @@ pub(crate) fn add_own_part<E: Float, B: Float, M: Int>(
     let weight_pitch = comptime!(config.pitch(one_pass.walked));
     #[unroll]
     for c in 0..comptime!(one_pass.part() / chunk) {
+        let work = work(&*tiles, one_pass, config);
+        // Of the three distances none waits in a register while the chunk before is summed.
+        let stage = step_again(step.stage, config.assembly) as usize;
+        let step = Step {
+            batch: step.batch,
+            head: step.head,
+            first_query: step.first_query,
+            first_kv: step.first_kv,
+            at_query: stage * comptime!(one_pass.walked * config.pitch(config.head_dim)),
+            at_gradient: stage * comptime!(one_pass.walked * config.pitch(config.value_dim)),
+            at_statistics: stage * comptime!(3 * one_pass.walked),
+            stage: step.stage,
+            edge: step.edge,
+            careful: step.careful,
+        };
         let first = comptime!(c * chunk);
         let mut hidden = false;
         if comptime!(tested) {
@@ -430,11 +464,11 @@ pub(crate) fn add_other_parts<E: Float>(
     tiles: &Tiles<E>,
     key_sums: &mut Sequence<Accumulator>,
     value_sums: &mut Sequence<Accumulator>,
-    work: Work,
     step: Step,
     #[comptime] one_pass: OnePass,
     #[comptime] config: Config,
 ) {
+    let work = work(tiles, one_pass, config);
     let part = comptime!(one_pass.part());
     let key_pitch = comptime!(config.pitch(config.head_dim));
     let value_pitch = comptime!(config.pitch(config.value_dim));
@@ -504,11 +538,11 @@ pub(crate) fn add_other_parts<E: Float>(
 #[cube]
 pub(crate) fn query_tile<E: Float>(
     tiles: &Tiles<E>,
-    work: Work,
     step: Step,
     #[comptime] one_pass: OnePass,
     #[comptime] config: Config,
 ) -> Sequence<Accumulator> {
+    let work = work(tiles, one_pass, config);
     let instructions = comptime!(config.instructions());
     let block_kv = comptime!(one_pass.owned());
     let key_pitch = comptime!(config.pitch(config.head_dim));

@@ -72,6 +72,13 @@ impl Staging {
         self
     }
 
+    /// The same, where registers are scarce: rows that are no power of two of chunks take more of them.
+    pub(crate) const fn crowded(mut self, assembly: bool) -> Self {
+        self.crowded |= assembly;
+        self.prefetch &= chunks(self.dim).is_power_of_two();
+        self
+    }
+
     /// The same, for numbers that are rounded later.
     pub(crate) const fn unrounded(mut self) -> Self {
         self.tf32 = None;

@@ -6,6 +6,7 @@ use super::fragment::{
     load_block, multiply_block, pitch, place,
 };
 use super::stage::Staging;
+use crate::unit::{lane, unit};
 use cubecl::prelude::*;
 
 /// The lane's place where it stores fragments of weights, from row `first` on.
@@ -15,12 +16,13 @@ pub(crate) fn along_weights<E: Float>(
     first: usize,
     #[comptime] pitch: usize,
     #[comptime] wide: bool,
+    #[comptime] again: bool,
     #[comptime] instructions: Instructions,
 ) -> Place {
     if comptime!(wide) {
-        along_rows(tile, first, pitch, false, instructions)
+        along_rows(tile, first, pitch, again, instructions)
     } else {
-        let lane = UNIT_POS_PLANE;
+        let lane = lane(again);
         let place = place(tile, (first + lane as usize / 4) * pitch, instructions);
         Place {
             index: place.index,
@@ -186,7 +188,7 @@ pub(crate) fn finds_non_finite<E: Float>(
     let mut carried = 0u32;
     #[unroll]
     for n in 0..comptime!(staging.steps()) {
-        let index = n * staging.units + UNIT_POS as usize;
+        let index = n * staging.units + unit(staging.crowded) as usize;
         if comptime!((n + 1) * staging.units <= staging.chunks()) || index < staging.chunks() {
             let at = slot + index / width * comptime!(pitch(staging.dim)) + index % width;
             let words = Vector::<u32, Const<4>>::reinterpret(tile[at]);
