@@ -6,8 +6,12 @@ use flash_attention_spec::Dtype;
 use flash_attention_tests::{full_grid, selected_devices, selected_part};
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
 
 const SEED: u64 = 1;
+
+/// A run says how far it is after so long.
+const SILENCE: Duration = Duration::from_secs(30);
 
 /// An element type that a device is expected not to compute with.
 struct Decline {
@@ -114,7 +118,12 @@ fn every_device_meets_the_reference() {
         }
     }
 
-    for case in &cases {
+    let mut said = Instant::now();
+    for (done, case) in cases.iter().enumerate() {
+        if said.elapsed() >= SILENCE {
+            say(&format!("{done} of {} cases", cases.len()));
+            said = Instant::now();
+        }
         for (n, &dtype) in Dtype::ALL.iter().enumerate() {
             if !case.dtypes.contains(&dtype) {
                 tallies.iter_mut().for_each(|tally| tally[n].undefined += 1);
