@@ -263,7 +263,11 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
                 );
             }
         }
-        if comptime!(fenced) {
+        if comptime!(!fenced) {
+            if own == 0 {
+                notes[COUNTER] = now.counter as u32;
+            }
+        } else {
             // Here, where the other warps have products to wait for, and not where all wait for this one.
             // What the cube added in the step before is in, and if it is its turn already, nothing that
             // comes after happens before.
@@ -422,9 +426,15 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             config,
         );
         let tile = query_tile(&tiles, current, one_pass, config);
+        // Where turns are fenced the note is the turn's, and the counter is found anyhow.
+        let counter = if comptime!(fenced) {
+            now.counter
+        } else {
+            notes[COUNTER] as usize
+        };
         add_to_sums(
             query_sums,
-            (now.counter * one_pass.warps + own / 32) * comptime!(tile_columns * 128),
+            (counter * one_pass.warps + own / 32) * comptime!(tile_columns * 128),
             &tile,
             tile_columns,
             one_pass.wide,

@@ -162,7 +162,9 @@ pub(crate) fn plan_one_pass(problem: &Problem, device: &Device) -> Option<OnePas
             && problem.head_dim.is_multiple_of(16 * one_pass.sides)
             && problem.value_dim.is_multiple_of(16 * one_pass.sides);
         let needed = cubes * (one_pass.shared_memory(problem) + RESERVED);
-        let crowded = with_options && one_pass.sides < 4 && widest / one_pass.sides > 32;
+        // So do rows that wait in registers instead of arriving by themselves.
+        let waits = !device.copy_async && one_pass.stages == 1;
+        let crowded = (with_options || waits) && one_pass.sides < 4 && widest / one_pass.sides > 32;
         divides && !crowded && needed <= device.shared_memory + RESERVED
     };
     let (one_pass, _) = forms
