@@ -48,7 +48,7 @@ use cubecl::prelude::*;
 /// cubes. `section` heads at a time have their cubes run side by side, so that the cache keeps their
 /// queries and output gradients.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::too_many_arguments)]
+#[allow(clippy::too_many_arguments, clippy::collapsible_if)]
 pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     query: &Tensor<Vector<E, N>>,
     key: &Tensor<Vector<E, N>>,

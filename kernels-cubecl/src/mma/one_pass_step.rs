@@ -262,7 +262,7 @@ pub(crate) fn add_own_part<E: Float, B: Float, M: Int>(
 
 /// The same for some queries of the part, `first` of them on.
 #[cube]
-#[allow(clippy::too_many_arguments)]
+#[allow(clippy::too_many_arguments, clippy::collapsible_if)]
 fn add_chunk<E: Float, B: Float, M: Int>(
     tiles: &mut Tiles<E>,
     key_sums: &mut Sequence<Accumulator>,

@@ -125,7 +125,7 @@ pub(crate) struct Steps {
 /// `first_weight` is the element of the weights of the lane's first row of sums, `first_chunk` the chunk
 /// of the first row's first feature.
 #[cube]
-#[allow(clippy::too_many_arguments)]
+#[allow(clippy::too_many_arguments, clippy::manual_is_multiple_of)]
 pub(crate) fn add_row_by_row<E: Float>(
     out: &mut Sequence<Accumulator>,
     weights: &Shared<[Chunk<E>]>,
