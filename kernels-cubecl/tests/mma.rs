@@ -133,9 +133,9 @@ fn options_take_smaller_blocks_of_the_gradients() {
     for device in devices() {
         for dim in [64, 128] {
             let plain = problem([dim, dim], Dtype::BF16);
-            let mut capped = plain.clone();
+            let mut capped = plain;
             capped.softcap = Some(20.0);
-            let mut masked = plain.clone();
+            let mut masked = plain;
             masked.mask = Some([1, 1, 300, 500]);
             let before = plan(&plain, &device).expect("served");
             for problem in [capped, masked] {
