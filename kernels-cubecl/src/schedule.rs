@@ -33,12 +33,14 @@ pub(crate) struct BlockRange {
     pub end: i32,
 }
 
-/// The keys that some query of `first_query .. first_query + block_q` sees through the band.
+/// The keys that some query of `first_query .. first_query + block_q` sees through the band. None are an
+/// empty range: at 0 if they have to be `placed`, else where they would be.
 #[cube]
 pub(crate) fn keys_of_block(
     geometry: &Geometry,
     first_query: i32,
     #[comptime] block_q: usize,
+    #[comptime] placed: bool,
 ) -> BlockRange {
     let mut last_query = first_query + comptime!(block_q as i32) - 1;
     if last_query >= geometry.seq_q {
@@ -50,10 +52,13 @@ pub(crate) fn keys_of_block(
     if end > geometry.seq_kv {
         end = geometry.seq_kv;
     }
-    // None are no block of them either, wherever they would be.
-    if end <= first {
-        first = 0i32;
-        end = 0i32;
+    if comptime!(placed) {
+        if end <= first {
+            first = 0i32;
+            end = 0i32;
+        }
+    } else if end < first {
+        end = first;
     }
     BlockRange { first, end }
 }
@@ -79,12 +84,15 @@ pub(crate) fn keys_of_all(
     BlockRange { first, end }
 }
 
-/// The queries that see some key of `first_kv .. first_kv + block_kv` through the band.
+/// The queries that see some key of `first_kv .. first_kv + block_kv` through the band. None are an empty
+/// range: at 0 if they have to be `placed`, for a block of them past the last one has no place among the
+/// sums that blocks are added to; else where they would be.
 #[cube]
 pub(crate) fn queries_of_block(
     geometry: &Geometry,
     first_kv: i32,
     #[comptime] block_kv: usize,
+    #[comptime] placed: bool,
 ) -> BlockRange {
     let mut last_kv = first_kv + comptime!(block_kv as i32) - 1;
     if last_kv >= geometry.seq_kv {
@@ -96,10 +104,13 @@ pub(crate) fn queries_of_block(
     if end > geometry.seq_q {
         end = geometry.seq_q;
     }
-    // As above: a block past the last one has no place among the sums that blocks are added to.
-    if end <= first {
-        first = 0i32;
-        end = 0i32;
+    if comptime!(placed) {
+        if end <= first {
+            first = 0i32;
+            end = 0i32;
+        }
+    } else if end < first {
+        end = first;
     }
     BlockRange { first, end }
 }
@@ -121,7 +132,8 @@ pub(crate) fn wholly_visible(
         && end_key(first_query, geometry.offset, geometry.right) >= end_kv
 }
 
-/// Whether some query of the block sees some key of the block, mask aside.
+/// Whether some query of the block sees some key of the block, mask aside. An empty range that is not
+/// `placed` (see [`keys_of_block`]) may pass for one that has keys.
 #[cube]
 pub(crate) fn partly_visible(
     geometry: &Geometry,
@@ -129,7 +141,8 @@ pub(crate) fn partly_visible(
     first_kv: i32,
     #[comptime] block_q: usize,
     #[comptime] block_kv: usize,
+    #[comptime] placed: bool,
 ) -> bool {
-    let keys = keys_of_block(geometry, first_query, block_q);
+    let keys = keys_of_block(geometry, first_query, block_q, placed);
     keys.first < first_kv + comptime!(block_kv as i32) && keys.end > first_kv
 }

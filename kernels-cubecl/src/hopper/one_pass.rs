@@ -184,7 +184,7 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
     let kv_head = batch_head % kv_heads;
 
     // The blocks of queries that the cube walks, once for each head of the group.
-    let queries = queries_of_block(&geometry, first_kv, block_kv);
+    let queries = queries_of_block(&geometry, first_kv, block_kv, true);
     let first_block = queries.first as u32 / comptime!(block_q as u32);
     let end_block = (queries.end as u32).div_ceil(comptime!(block_q as u32));
     let per_head = select(end_block > first_block, end_block - first_block, 0u32);
@@ -496,7 +496,7 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
                         if unit == 32 {
                             let block = end_block - 1 - m % per_head;
                             let first_query = (block * comptime!(block_q as u32)) as i32;
-                            let keys = keys_of_block(&geometry, first_query, block_q);
+                            let keys = keys_of_block(&geometry, first_query, block_q, true);
                             let turn = first_kv as u32 / comptime!(block_kv as u32)
                                 - keys.first as u32 / comptime!(block_kv as u32);
                             if load_shared(errands + 16) != turn {

@@ -98,7 +98,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>
     sync_cube();
 
     // The blocks of keys that the cube walks, from the last.
-    let keys = keys_of_block(&geometry, first_query, block_q);
+    let keys = keys_of_block(&geometry, first_query, block_q, true);
     let first_block = keys.first as u32 / comptime!(block_kv as u32);
     let end_block = (keys.end as u32).div_ceil(comptime!(block_kv as u32));
     let count = select(end_block > first_block, end_block - first_block, 0u32);
@@ -106,7 +106,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>
     // Those that this warpgroup's own queries see. The others it passes by.
     let warpgroup = plane_broadcast(UNIT_POS / 128, 0u32);
     let own_query = first_query + (warpgroup * 64) as i32;
-    let own_keys = keys_of_block(&geometry, own_query, 64usize);
+    let own_keys = keys_of_block(&geometry, own_query, 64usize, true);
     let own_first = own_keys.first as u32 / comptime!(block_kv as u32);
     let mut own_end = (own_keys.end as u32).div_ceil(comptime!(block_kv as u32));
     if own_query >= geometry.seq_q {

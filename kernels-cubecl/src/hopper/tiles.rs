@@ -67,7 +67,7 @@ pub(crate) fn tile_of(
     let batch_head = first_head + within % width;
     let first_query = ((blocks - 1 - within / width) * block_q) as i32;
     let head = batch_head % geometry.heads as u32;
-    let keys = keys_of_block(geometry, first_query, comptime!(blueprint.block_q()));
+    let keys = keys_of_block(geometry, first_query, comptime!(blueprint.block_q()), true);
     let mut first_block = keys.first as u32 / block_kv;
     let mut end_block = (keys.end as u32).div_ceil(block_kv);
     if end_block <= first_block {

@@ -44,7 +44,7 @@ impl Sight {
         #[comptime] blueprint: ForwardBlueprint,
     ) -> Sight {
         let block_kv = comptime!(blueprint.block_kv as u32);
-        let some = keys_of_block(geometry, first_query, 64usize);
+        let some = keys_of_block(geometry, first_query, 64usize, true);
         let mut some_end = (some.end as u32).div_ceil(block_kv);
         if first_query >= geometry.seq_q {
             some_end = 0u32;

@@ -85,7 +85,7 @@ pub(crate) fn wide_key_value_gradient_kernel<
     let kv_head = batch_head % kv_heads;
 
     // The blocks of queries that the cube walks, once for each head of the group.
-    let queries = queries_of_block(&geometry, first_kv, block_kv);
+    let queries = queries_of_block(&geometry, first_kv, block_kv, true);
     let first_block = queries.first as u32 / comptime!(block_q as u32);
     let end_block = (queries.end as u32).div_ceil(comptime!(block_q as u32));
     let per_head = select(end_block > first_block, end_block - first_block, 0u32);

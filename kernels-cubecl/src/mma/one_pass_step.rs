@@ -220,7 +220,7 @@ pub(crate) fn add_own_part<E: Float, B: Float, M: Int>(
         if comptime!(tested) {
             let first_query = step.first_query + (work.own_query + first) as i32;
             let first_kv = step.first_kv + work.row as i32;
-            hidden = !partly_visible(geometry, first_query, first_kv, chunk, KEYS);
+            hidden = !partly_visible(geometry, first_query, first_kv, chunk, KEYS, true);
             if hidden {
                 let mut weights = Sequence::<Registers>::new();
                 #[unroll]

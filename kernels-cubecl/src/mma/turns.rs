@@ -39,7 +39,7 @@ pub(crate) fn turn_at(
     #[comptime] block_q: usize,
     #[comptime] block_kv: usize,
 ) -> Turn {
-    let keys = keys_of_block(geometry, first_query, block_q);
+    let keys = keys_of_block(geometry, first_query, block_q, true);
     let before = first_kv as u32 / comptime!(block_kv as u32)
         - keys.first as u32 / comptime!(block_kv as u32);
     Turn {

@@ -99,7 +99,7 @@ pub(crate) fn bias_gradient_kernel<E: Float, M: Int, N: Size>(
                 for key_block in column..end_column {
                     let first_query = (query_block * block_q) as i32;
                     let first_kv = (key_block * block_kv) as i32;
-                    if partly_visible(&geometry, first_query, first_kv, block_q, block_kv) {
+                    if partly_visible(&geometry, first_query, first_kv, block_q, block_kv, false) {
                         let position = BlockPosition {
                             batch,
                             head,

@@ -75,7 +75,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, N: Size>(
         }
     }
 
-    let keys = keys_of_block(&geometry, first_query, block_q);
+    let keys = keys_of_block(&geometry, first_query, block_q, false);
     let first_block = keys.first as usize / block_kv;
     let end_block = (keys.end as usize).div_ceil(block_kv);
     for block in first_block..end_block {

@@ -78,7 +78,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
     let mut gradients = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
 
     // The queries that see some key of the block through the band.
-    let queries = queries_of_block(&geometry, first_kv, block_kv);
+    let queries = queries_of_block(&geometry, first_kv, block_kv, false);
     let first_block = queries.first as usize / block_q;
     let end_block = (queries.end as usize).div_ceil(block_q);
 
@@ -88,7 +88,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, M: Int, N: Size>(
         let gradient_rows = rows_of(output_gradient, batch, head, geometry.seq_q);
         for block in first_block..end_block {
             let first_query = (block * block_q) as i32;
-            if partly_visible(&geometry, first_query, first_kv, block_q, block_kv) {
+            if partly_visible(&geometry, first_query, first_kv, block_q, block_kv, false) {
                 let edge = comptime!(mask.is_some() || bias.is_some())
                     || !wholly_visible(&geometry, first_query, first_kv, block_q, block_kv);
                 let position = BlockPosition {

@@ -64,7 +64,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, N: Size>(
     let mut probabilities = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
     let mut gradients = Array::<Quad>::new(comptime!(tile.rows * tile.columns));
 
-    let keys = keys_of_block(&geometry, first_query, block_q);
+    let keys = keys_of_block(&geometry, first_query, block_q, false);
     let first_block = keys.first as usize / block_kv;
     let end_block = (keys.end as usize).div_ceil(block_kv);
     for block in first_block..end_block {
