@@ -9,6 +9,9 @@ use cubecl::zspace::{Shape, Strides};
 use flash_attention_spec::Problem;
 use std::array::from_fn;
 
+/// What cubes that run side by side may read of their heads, in bytes: half of an H200's cache.
+pub(crate) const CACHED: usize = 24 << 20;
+
 /// Operands as they lie in memory: any strides, offsets in their handles.
 pub struct Operands {
     /// `[batch, heads, seq_q, head_dim]`.

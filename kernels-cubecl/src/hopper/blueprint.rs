@@ -360,7 +360,7 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
         (..=128, ..=128) if problem.mask.is_some() && problem.bias.is_none() => {
             vec![form(3, 48, 2), form(2, 80, 2), form(2, 64, 2)]
         }
-        (..=128, ..=128) if problem.mask.is_some() || problem.bias.is_some() => {
+        (..=128, ..=128) if problem.bias.is_some() => {
             vec![form(3, 80, 2), form(2, 128, 2), form(2, 64, 2)]
         }
         (..=128, ..=128) => vec![form(3, 96, 2), form(2, 128, 2), form(2, 64, 2)],

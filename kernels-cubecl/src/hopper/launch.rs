@@ -4,15 +4,12 @@ use super::blueprint::{Declined, ForwardBlueprint, check_layout};
 use super::dealing::heads_side_by_side;
 use super::forward::forward_kernel;
 use crate::device::elem_type;
-use crate::operands::{Operands, broadcast_bias, broadcast_mask, geometry, optional};
+use crate::operands::{CACHED, Operands, broadcast_bias, broadcast_mask, geometry, optional};
 use cubecl::ir::{AddressType, ElemType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl::zspace::{Shape, Strides};
 use flash_attention_spec::Problem;
-
-/// What cubes that run side by side read of their heads, in bytes: half of the cache.
-const SECTION: usize = 24 << 20;
 
 /// Whether the family reads query, key and value as they lie in memory.
 ///
@@ -112,7 +109,7 @@ fn tiles(client: &Client, problem: &Problem, blueprint: &ForwardBlueprint) -> (u
 /// every `group` of them.
 pub(super) fn section(problem: &Problem, rows: usize, group: usize, heads: usize) -> usize {
     let bytes = rows * (problem.head_dim + problem.value_dim) * problem.dtype.size();
-    (SECTION / bytes.max(1) * group).clamp(1, heads)
+    (CACHED / bytes.max(1) * group).clamp(1, heads)
 }
 
 /// Copies of `rows` rows, 64 features at a time.

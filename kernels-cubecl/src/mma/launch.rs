@@ -111,31 +111,32 @@ pub fn attention_backward(
         rows,
     };
     // Copies of 16 bytes, and of all gradients: what is left out would save little.
+    let all = match (&gradients.query, &gradients.key, &gradients.value) {
+        (Some(query), Some(key), Some(value)) => Some([query, key, value]),
+        _ => None,
+    };
     let together = blueprint
         .one_pass
-        .filter(|_| wanted.query && wanted.key && wanted.value && launch.vector == 8)
-        .filter(|_| rows > 0 && keys > 0);
-    if let Some(blueprint) = together {
-        one_pass(&backward, blueprint, &gradients);
-    }
-    if let Some(gradient) = gradients
-        .query
-        .clone()
-        .filter(|_| rows > 0 && together.is_none())
-    {
-        backward.query(gradient);
-    }
-    if keys > 0 && together.is_none() {
-        let (key, value) = (gradients.key.clone(), gradients.value.clone());
-        let joint = blueprint.joint_key_value && key.is_some() && value.is_some();
-        if joint {
-            backward.key_value(Sides::BOTH, key, value);
-        } else {
-            if key.is_some() {
-                backward.key_value(Sides::KEY, key, None);
-            }
-            if value.is_some() {
-                backward.key_value(Sides::VALUE, None, value);
+        .zip(all)
+        .filter(|_| launch.vector == 8 && rows > 0 && keys > 0);
+    if let Some((blueprint, gradients)) = together {
+        one_pass(&backward, blueprint, gradients);
+    } else {
+        if let Some(gradient) = gradients.query.clone().filter(|_| rows > 0) {
+            backward.query(gradient);
+        }
+        if keys > 0 {
+            let (key, value) = (gradients.key.clone(), gradients.value.clone());
+            let joint = blueprint.joint_key_value && key.is_some() && value.is_some();
+            if joint {
+                backward.key_value(Sides::BOTH, key, value);
+            } else {
+                if key.is_some() {
+                    backward.key_value(Sides::KEY, key, None);
+                }
+                if value.is_some() {
+                    backward.key_value(Sides::VALUE, None, value);
+                }
             }
         }
     }

@@ -5,22 +5,19 @@ use super::one_pass::one_pass_kernel;
 use super::one_pass_blueprint::OnePass;
 use super::query_sums::{clear_sums_kernel, query_rows_kernel};
 use crate::device::elem_type;
-use crate::operands::{Gradients, broadcast_bias, broadcast_mask, cube_count, optional};
+use crate::operands::{CACHED, broadcast_bias, broadcast_mask, cube_count, optional};
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
+use cubecl::server::Handle;
 use flash_attention_spec::Problem;
 
 /// Units of a cube of the small kernels.
 const UNITS: usize = 256;
 
 /// Computes the gradients of query, key and value, all of which have elements.
-pub(super) fn one_pass(backward: &Backward, one_pass: OnePass, gradients: &Gradients) {
+pub(super) fn one_pass(backward: &Backward, one_pass: OnePass, gradients: [&Handle; 3]) {
     let (launch, problem) = (backward.launch, backward.launch.problem);
-    let (Some(query), Some(key), Some(value)) =
-        (&gradients.query, &gradients.key, &gradients.value)
-    else {
-        return;
-    };
+    let [query, key, value] = gradients;
     let client = launch.client;
     let heads = problem.batch * problem.kv_heads;
     let blocks = problem.batch * problem.heads * one_pass.query_blocks(problem);
@@ -102,9 +99,6 @@ pub(super) fn one_pass(backward: &Backward, one_pass: OnePass, gradients: &Gradi
     }
 }
 
-/// Bytes of the cache that queries and output gradients of heads side by side may take.
-const SECTION: usize = 24 << 20;
-
 /// Blocks of keys of a head that are at work at once, of cubes that take turns. Each block waits until the
 /// one before is a step ahead, which takes the longer the more start at once; those that are at work side
 /// by side read each row of the queries from the cache but once.
@@ -114,7 +108,7 @@ const TAKING_TURNS: usize = 3;
 fn section(client: &Client, problem: &Problem, one_pass: OnePass, heads: usize) -> usize {
     let row = (problem.head_dim + problem.value_dim) * problem.dtype.size();
     let bytes = problem.seq_q * problem.group() * row;
-    let cached = SECTION / bytes.max(1);
+    let cached = CACHED / bytes.max(1);
     let processors = client.properties().hardware.num_streaming_multiprocessors;
     let cubes = processors.map_or(0, |count| count as usize * one_pass.cubes());
     let apart = if one_pass.ordered() {
