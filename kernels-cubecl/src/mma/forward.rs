@@ -89,7 +89,7 @@ pub(crate) fn forward_kernel<E: Float, B: Float, M: Int, N: Size>(
     let mut out = zeros(comptime!(row_tiles * value_tiles));
     let mut running = no_statistics(row_tiles);
 
-    let visible = keys_of_block(&geometry, first_query, block_q, true);
+    let visible = keys_of_block(&geometry, first_query, block_q, false);
     let first_block = visible.first as usize / block_kv;
     let end_block = (visible.end as usize).div_ceil(block_kv);
 

@@ -146,7 +146,7 @@ pub(crate) fn key_value_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
     let gradient_sum_place = along_sums(&gradients, gradient_pitch, false, instructions);
 
     // The queries that see some key of the block through the band, in every head of the group.
-    let visible = queries_of_block(&geometry, first_kv, block_kv, true);
+    let visible = queries_of_block(&geometry, first_kv, block_kv, false);
     let first_block = visible.first as usize / block_q;
     let end_block = (visible.end as usize).div_ceil(block_q);
     let per_head = select(end_block > first_block, end_block - first_block, 0usize);

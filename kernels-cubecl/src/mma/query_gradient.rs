@@ -103,7 +103,7 @@ pub(crate) fn query_gradient_kernel<E: Float, B: Float, M: Int, N: Size>(
     let key_sum_place = along_sums(&keys, read_key_pitch, false, instructions);
     let value_place = along_columns(&values, read_value_pitch, false, instructions);
 
-    let visible = keys_of_block(&geometry, first_query, block_q, true);
+    let visible = keys_of_block(&geometry, first_query, block_q, false);
     let first_block = visible.first as usize / block_kv;
     let end_block = (visible.end as usize).div_ceil(block_kv);
 
