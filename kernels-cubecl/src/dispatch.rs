@@ -2,7 +2,7 @@
 
 use crate::hopper;
 use crate::mma;
-use crate::operands::{Gradients, Operands};
+use crate::operands::{Gradients, Operands, Outputs};
 use crate::plan::{Blueprint, HOPPER, MMA, PORTABLE};
 use crate::portable;
 use cubecl::prelude::*;
@@ -41,37 +41,22 @@ pub fn attention_forward(
     }
 }
 
-/// The wanted gradients. `output` and `statistics` are those of [`attention_forward`];
-/// `output_gradient` has the output's shape and any strides, `lse_gradient` is
-/// `[batch, heads, seq_q]` in `f32` with any strides.
-#[allow(clippy::too_many_arguments)]
+/// The wanted gradients. `outputs` holds what [`attention_forward`] returned.
 pub fn attention_backward(
     client: &Client,
     problem: &Problem,
     blueprint: &Blueprint,
     operands: Operands,
-    output: TensorBinding,
-    statistics: Handle,
-    output_gradient: TensorBinding,
-    lse_gradient: Option<TensorBinding>,
+    outputs: Outputs,
     wanted: Wanted,
 ) -> Gradients {
-    let portable = &blueprint.portable;
+    let tile = blueprint.portable.backward;
     match &blueprint.hopper_backward {
-        Ok(hopper) => match hopper::check_gradient_operands(&operands, &output_gradient) {
+        Ok(hopper) => match hopper::check_gradient_operands(&operands, &outputs.output_gradient) {
             Ok(()) => {
                 log::debug!("backward by {HOPPER}");
                 return hopper::attention_backward(
-                    client,
-                    problem,
-                    hopper,
-                    portable.backward,
-                    operands,
-                    output,
-                    statistics,
-                    output_gradient,
-                    lse_gradient,
-                    wanted,
+                    client, problem, hopper, tile, operands, outputs, wanted,
                 );
             }
             Err(reason) => log::debug!("{HOPPER} declined: {reason}"),
@@ -81,32 +66,12 @@ pub fn attention_backward(
     match &blueprint.mma {
         Ok(mma) => {
             log::debug!("backward by {MMA}{}", rounding(mma));
-            mma::attention_backward(
-                client,
-                problem,
-                mma,
-                portable.backward,
-                operands,
-                output,
-                statistics,
-                output_gradient,
-                lse_gradient,
-                wanted,
-            )
+            mma::attention_backward(client, problem, mma, tile, operands, outputs, wanted)
         }
         Err(reason) => {
             log::debug!("{MMA} declined: {reason}; backward by {PORTABLE}");
-            portable::attention_backward(
-                client,
-                problem,
-                portable,
-                operands,
-                output,
-                statistics,
-                output_gradient,
-                lse_gradient,
-                wanted,
-            )
+            let portable = &blueprint.portable;
+            portable::attention_backward(client, problem, portable, operands, outputs, wanted)
         }
     }
 }

@@ -7,6 +7,7 @@
 
 #![recursion_limit = "256"]
 
+mod assembly;
 pub mod device;
 mod dispatch;
 pub mod hopper;
@@ -20,6 +21,7 @@ pub mod portable;
 mod rounding;
 mod schedule;
 mod score;
+mod turns;
 mod unit;
 
 pub use dispatch::{attention_backward, attention_forward};

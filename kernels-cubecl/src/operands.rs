@@ -6,7 +6,7 @@ use cubecl::ir::{AddressType, ElemType, UIntKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl::zspace::{Shape, Strides};
-use flash_attention_spec::Problem;
+use flash_attention_spec::{Problem, Wanted};
 use std::array::from_fn;
 
 /// What cubes that run side by side may read of their heads, in bytes: half of an H200's cache.
@@ -38,6 +38,19 @@ impl Clone for Operands {
     }
 }
 
+/// What the forward pass returned, and the gradients of it.
+pub struct Outputs {
+    /// `[batch, heads, seq_q, value_dim]`, packed.
+    pub output: TensorBinding,
+    /// `[2, batch, heads, seq_q]` in `f32`, packed: row maximum, and logarithm of the sum of
+    /// `exp(score - maximum)`.
+    pub statistics: Handle,
+    /// In the output's shape, with any strides.
+    pub output_gradient: TensorBinding,
+    /// `[batch, heads, seq_q]` in `f32`, with any strides.
+    pub lse_gradient: Option<TensorBinding>,
+}
+
 /// Gradients, packed, in the shapes and element type of their operands.
 pub struct Gradients {
     /// Gradient of the query, if wanted.
@@ -48,6 +61,60 @@ pub struct Gradients {
     pub value: Option<Handle>,
     /// Gradient of the bias, if wanted.
     pub bias: Option<Handle>,
+}
+
+impl Gradients {
+    /// Buffers for the wanted ones.
+    pub(crate) fn allocate(client: &Client, problem: &Problem, wanted: Wanted) -> Self {
+        let rows = problem.lse_shape().iter().product::<usize>();
+        let keys = problem.batch * problem.kv_heads * problem.seq_kv;
+        let bytes = problem.dtype.size();
+        let buffer = |wanted: bool, elements: usize| wanted.then(|| client.empty(elements * bytes));
+        Self {
+            query: buffer(wanted.query, rows * problem.head_dim),
+            key: buffer(wanted.key, keys * problem.head_dim),
+            value: buffer(wanted.value, keys * problem.value_dim),
+            bias: buffer(wanted.bias, bias_elements(problem)),
+        }
+    }
+}
+
+/// Elements of a problem's bias.
+pub(crate) fn bias_elements(problem: &Problem) -> usize {
+    problem.bias.map_or(0, |shape| shape.iter().product())
+}
+
+/// Mask and bias as the kernels step through them.
+pub(crate) struct ScoreOperands {
+    pub mask: Option<TensorBinding>,
+    /// The mask's element type; any type where there is no mask.
+    pub mask_element: ElemType,
+    pub bias: Option<TensorBinding>,
+}
+
+impl ScoreOperands {
+    pub(crate) fn of(operands: &Operands) -> Self {
+        let (mask, mask_element) = match operands.mask.clone() {
+            Some((mask, element)) => (Some(broadcast(mask)), element),
+            None => (None, ElemType::UInt(UIntKind::U32)),
+        };
+        Self {
+            mask,
+            mask_element,
+            bias: operands.bias.clone().map(broadcast),
+        }
+    }
+
+    /// What addresses the longest of mask, bias and `lengths`.
+    pub(crate) fn address_type(&self, lengths: &[usize]) -> AddressType {
+        let longest = [&self.bias, &self.mask]
+            .into_iter()
+            .flatten()
+            .map(|x| x.handle.size as usize)
+            .chain(lengths.iter().copied())
+            .max();
+        AddressType::from_len(longest.unwrap_or(0))
+    }
 }
 
 /// The run-time numbers of a problem.
@@ -96,7 +163,7 @@ pub(crate) fn address_type(
             parts * rows * problem.head_dim.max(3),
             // Key and value gradients may share a buffer, with a gap between them.
             parts * keys * (problem.head_dim + problem.value_dim) + 256,
-            problem.bias.map_or(0, |shape| shape.iter().product()),
+            bias_elements(problem),
         ])
         .max()
         .unwrap_or(0);
@@ -139,19 +206,4 @@ pub(crate) fn optional<T: LaunchArg<RuntimeArg = TensorArg> + CubeType>(
     x: &Option<TensorBinding>,
 ) -> ComptimeOptionArgs<T> {
     x.clone().map(TensorBinding::into_tensor_arg).into()
-}
-
-/// The bias as the kernels step through it.
-pub(crate) fn broadcast_bias(bias: Option<TensorBinding>) -> Option<TensorBinding> {
-    bias.map(broadcast)
-}
-
-/// The mask as the kernels step through it, and its element type; any type where there is no mask.
-pub(crate) fn broadcast_mask(
-    mask: Option<(TensorBinding, ElemType)>,
-) -> (Option<TensorBinding>, ElemType) {
-    match mask {
-        Some((mask, element)) => (Some(broadcast(mask)), element),
-        None => (None, ElemType::UInt(UIntKind::U32)),
-    }
 }

@@ -115,6 +115,37 @@ pub(crate) fn queries_of_block(
     BlockRange { first, end }
 }
 
+/// Where a cube is at work.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Seat {
+    /// The head, counted through the batch.
+    pub batch_head: usize,
+    place: usize,
+    width: usize,
+}
+
+#[cube]
+impl Seat {
+    /// That of cube `number`, where heads with `blocks` blocks each come in sections of `section`, whose cubes
+    /// run side by side: within one, a block of every head before the next.
+    pub fn of(number: usize, blocks: usize, heads: usize, section: usize) -> Seat {
+        let first_head = number / (blocks * section) * section;
+        let width = select(heads - first_head < section, heads - first_head, section);
+        let place = number - first_head * blocks;
+        Seat {
+            batch_head: first_head + place % width,
+            place,
+            width,
+        }
+    }
+
+    /// The block of the head.
+    pub fn block(&self) -> usize {
+        self.place / self.width
+    }
+}
+
 /// Whether every query of the block sees every key of the block, mask aside.
 #[cube]
 pub(crate) fn wholly_visible(

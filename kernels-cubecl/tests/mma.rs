@@ -84,8 +84,7 @@ fn every_dimension_is_served_on_every_device() {
                             "{case}: statistics a unit"
                         );
                     }
-                    assert_eq!(blueprint.asynchronous, copy_async);
-                    assert!(!blueprint.asynchronous || blueprint.assembly);
+                    assert_eq!(blueprint.assembly, copy_async);
                 }
             }
         }

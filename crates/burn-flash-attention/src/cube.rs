@@ -11,7 +11,7 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::server::Handle;
 use flash_attention_spec::{Problem, Wanted};
 use kernels_cubecl::device::Device as Limits;
-use kernels_cubecl::operands::Operands;
+use kernels_cubecl::operands::{Operands, Outputs};
 use kernels_cubecl::plan::{Blueprint, plan};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -83,17 +83,20 @@ impl FlashAttentionOps for CubeBackend {
         wanted: Wanted,
     ) -> OperandGradients<Self> {
         let like = query.clone();
+        let outputs = Outputs {
+            output: untile(output).binding(),
+            statistics: statistics.handle,
+            output_gradient: untile(output_gradient).binding(),
+            lse_gradient: lse_gradient
+                .into_option()
+                .map(|gradient| untile(gradient).binding()),
+        };
         let gradients = kernels_cubecl::attention_backward(
             &like.client,
             &problem,
             &blueprint(&like, &problem),
             operands(query, key, value, mask, bias),
-            untile(output).binding(),
-            statistics.handle,
-            untile(output_gradient).binding(),
-            lse_gradient
-                .into_option()
-                .map(|gradient| untile(gradient).binding()),
+            outputs,
             wanted,
         );
         let Problem {

@@ -1,11 +1,11 @@
 //! Which blocks serve a problem, and what the family declines: pure functions of plain data.
 
-use super::instructions::Products;
+use super::declined::Declined;
+use super::products::Products;
 use super::tiles::QUERY_PANEL;
-use crate::device::{Device, WITHOUT};
+use crate::device::Device;
 use crate::plan::HOPPER;
 use flash_attention_spec::{Dtype, Problem};
-use thiserror::Error;
 
 /// What is decided before a launch of the forward kernel, and determines its code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -21,8 +21,6 @@ pub struct ForwardBlueprint {
     /// Whether the scores of a block and the output with the values of the block before are one run of
     /// products, at which two warpgroups take turns.
     pub joined: bool,
-    /// Rows are rescaled once a probability would pass 2 to this; at most 8, for `f16`.
-    pub slack: u32,
     /// Features of query and key.
     pub head_dim: usize,
     /// Features of the value.
@@ -35,107 +33,6 @@ pub struct ForwardBlueprint {
     pub biased: bool,
     /// Whether the scale is negative, and the product takes the sign.
     pub negated: bool,
-}
-
-/// Why the family does not serve a problem, or operands as they lie in memory.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum Declined {
-    /// The environment asks for other families.
-    #[error("left out by {WITHOUT}")]
-    LeftOut,
-    /// Not the generator that has the instructions.
-    #[error("kernels are compiled by {given}, expected cuda c++")]
-    Compiler {
-        /// The device's compiler.
-        given: &'static str,
-    },
-    /// Not the architecture that has the instructions.
-    #[error("compute capability is {}, expected 9.0", capability(*given))]
-    Capability {
-        /// The device's, as `90`; none where it has none.
-        given: Option<u32>,
-    },
-    /// No copies by tensor map.
-    #[error("the device has no tensor copies")]
-    TensorCopies,
-    /// An element type that the products do not take.
-    #[error("element type is {given}, expected f16 or bf16")]
-    Dtype {
-        /// The problem's.
-        given: Dtype,
-    },
-    /// A dimension that does not fill 16 bytes.
-    #[error("{dimension} is {given}, expected a multiple of 8")]
-    Dimension {
-        /// `head_dim` or `value_dim`.
-        dimension: &'static str,
-        /// Its size.
-        given: usize,
-    },
-    /// A scale that leaves no finite factor for base-two exponents.
-    #[error("scale is {given}, expected one whose size is a normal f32, with log2(e) too")]
-    Scale {
-        /// The scale, as bits of an `f32`.
-        given: String,
-    },
-    /// Nothing to copy.
-    #[error("{dimension} is 0")]
-    Empty {
-        /// The dimension.
-        dimension: &'static str,
-    },
-    /// More cubes than a launch counts.
-    #[error("the problem takes {given} cubes, expected at most {expected}")]
-    Cubes {
-        /// Cubes of the launch.
-        given: u128,
-        /// Cubes that a launch can have.
-        expected: u128,
-    },
-    /// Too little shared memory.
-    #[error("the device has {given} bytes of shared memory, expected at least {expected}")]
-    SharedMemory {
-        /// The device's.
-        given: usize,
-        /// What the blocks need.
-        expected: usize,
-    },
-    /// Sums that no buffer of the device holds.
-    #[error("the sums of the query gradient take {given} bytes, expected at most {expected}")]
-    Buffer {
-        /// Bytes of the sums.
-        given: u128,
-        /// Bytes that a buffer holds.
-        expected: u64,
-    },
-    /// Too few units.
-    #[error("the device has {given} units in a cube, expected at least {expected}")]
-    Units {
-        /// The device's.
-        given: u32,
-        /// What the blocks need.
-        expected: u32,
-    },
-    /// An operand that the copy engine cannot read.
-    #[error(
-        "{operand} has strides {strides:?} at byte {offset}, expected an innermost stride of 1, the \
-         others non-zero multiples of 8 below 2^39, and a multiple of 16 bytes"
-    )]
-    Layout {
-        /// The operand.
-        operand: &'static str,
-        /// Its strides, in elements.
-        strides: Vec<usize>,
-        /// Where it starts in its buffer.
-        offset: u64,
-    },
-}
-
-fn capability(version: Option<u32>) -> String {
-    version.map_or("none".to_string(), |version| {
-        format!("{}.{}", version / 10, version % 10)
-    })
 }
 
 impl ForwardBlueprint {
@@ -189,9 +86,19 @@ impl ForwardBlueprint {
         (self.value_dim.div_ceil(64) * self.panel()) as u32
     }
 
-    /// What copies fill: every warpgroup's queries, stages of keys and of values.
+    /// What copies fill: every warpgroup's queries, then stages of keys, of which this is the first.
+    pub(crate) const fn first_key(&self) -> u32 {
+        self.query_stages * self.warpgroups
+    }
+
+    /// Then stages of values, of which this is the first.
+    pub(crate) const fn first_value(&self) -> u32 {
+        self.first_key() + self.stages
+    }
+
+    /// How much there is that copies fill.
     pub(crate) const fn guarded(&self) -> u32 {
-        self.query_stages * self.warpgroups + 2 * self.stages
+        self.first_value() + self.stages
     }
 
     /// Whether scores are dot products times a factor.
@@ -342,7 +249,6 @@ pub fn variants(problem: &Problem) -> Vec<ForwardBlueprint> {
             1
         },
         joined: warpgroups == 2 && plain && long && widest > 128,
-        slack: 8,
         head_dim: problem.head_dim,
         value_dim: problem.value_dim,
         dtype: problem.dtype,

@@ -2,6 +2,7 @@
 
 use super::instructions::*;
 use super::pipeline::row_of;
+use super::products::{column_descriptor, value_product};
 use cubecl::prelude::*;
 
 /// Whether a tile of `rows` rows holds a number that is not finite; the same for a warpgroup's units.
@@ -51,6 +52,30 @@ pub(crate) fn unbounded<O: Size>(sums: Vector<f32, O>, #[comptime] dim: usize) -
         + (total.extract(2usize) + total.extract(3usize));
     let bounded = all.abs() <= f32::MAX;
     plane_any(!bounded)
+}
+
+/// Adds `rows` rows at an address, by weights, to the sums from register `first` on: by the product `body`,
+/// or without those of weight 0 where one may not be finite (`careful` is not 0).
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn add_rows<P: Size, O: Size>(
+    sums: &mut Vector<f32, O>,
+    weights: Vector<u32, P>,
+    address: u32,
+    careful: u32,
+    #[comptime] body: String,
+    #[comptime] first: usize,
+    #[comptime] rows: usize,
+    #[comptime] dim: usize,
+    #[comptime] element: &'static str,
+) {
+    if careful == 0 {
+        let columns = column_descriptor(address, comptime!(rows * 128));
+        *sums = value_product::<P, O>(*sums, weights, columns, body);
+    } else {
+        let lane = unit_again() % 32;
+        *sums = add_careful::<P, O>(*sums, weights, address, lane, first, rows, dim, element);
+    }
 }
 
 /// [`value_product`](super::instructions::value_product) that leaves out the rows of weight 0,

@@ -2,13 +2,14 @@
 //! its own asks for what they read.
 
 use super::arrivals::{barrier_init, barrier_wait};
+use super::block::Places;
 use super::blueprint::ForwardBlueprint;
 use super::instructions::*;
 use super::joined::walk_joined;
 use super::output::Chunk;
 use super::pipeline::load_stage;
 use super::tiles::*;
-use super::walk::{Places, walk};
+use super::walk::walk;
 use crate::schedule::Geometry;
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
@@ -48,12 +49,11 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
     let key_stage = comptime!(key_panels * panel);
     let value_stage = comptime!(value_panels * panel);
     let query_stages = comptime!(blueprint.query_stages);
-    let guarded_queries = comptime!(query_stages * warpgroups);
+    let first_key = comptime!(blueprint.first_key());
+    let first_value = comptime!(blueprint.first_value());
 
-    let mut query_tile = Shared::<[E]>::new_aligned_slice(
-        comptime!(guarded_queries as usize * own_queries),
-        1024usize,
-    );
+    let mut query_tile =
+        Shared::<[E]>::new_aligned_slice(comptime!(first_key as usize * own_queries), 1024usize);
     let mut key_tiles =
         Shared::<[E]>::new_aligned_slice(comptime!(stages as usize * key_stage), 1024usize);
     let mut value_tiles =
@@ -64,8 +64,6 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
     let free = Shared::<[Barrier]>::new_slice(comptime!(blueprint.guarded() as usize));
     let full_address = shared_address::<Barrier>(full.as_ptr());
     let free_address = shared_address::<Barrier>(free.as_ptr());
-    let first_key = comptime!(guarded_queries);
-    let first_value = comptime!(guarded_queries + stages);
     let section = section as u32;
 
     if UNIT_POS == 0 {
@@ -74,11 +72,7 @@ pub(crate) fn forward_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>(
             barrier_init(full_address + comptime!(8 * i), 1u32);
             barrier_init(
                 free_address + comptime!(8 * i),
-                comptime!(if i < guarded_queries {
-                    4
-                } else {
-                    4 * warpgroups
-                }),
+                comptime!(if i < first_key { 4 } else { 4 * warpgroups }),
             );
         }
     }

@@ -1,7 +1,8 @@
 //! Which blocks serve the gradients of a problem: pure functions of plain data.
 
-use super::blueprint::{Declined, check_problem};
-use super::instructions::Products;
+use super::blueprint::check_problem;
+use super::declined::Declined;
+use super::products::Products;
 use crate::device::Device;
 use flash_attention_spec::{Dtype, Problem, Summation};
 

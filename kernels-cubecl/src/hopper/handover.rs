@@ -22,9 +22,9 @@ const PITCH: usize = 128 * 16;
 #[cube]
 pub(crate) fn wait_filled(stage: u32, #[comptime] units: u32) {
     if stage == 0 {
-        barrier_wait(comptime!(FILLED[0]), units);
+        named_wait(comptime!(FILLED[0]), units);
     } else {
-        barrier_wait(comptime!(FILLED[1]), units);
+        named_wait(comptime!(FILLED[1]), units);
     }
 }
 
@@ -32,9 +32,9 @@ pub(crate) fn wait_filled(stage: u32, #[comptime] units: u32) {
 #[cube]
 pub(crate) fn arrive_filled(stage: u32, #[comptime] units: u32) {
     if stage == 0 {
-        barrier_arrive(comptime!(FILLED[0]), units);
+        named_arrive(comptime!(FILLED[0]), units);
     } else {
-        barrier_arrive(comptime!(FILLED[1]), units);
+        named_arrive(comptime!(FILLED[1]), units);
     }
 }
 
@@ -42,9 +42,9 @@ pub(crate) fn arrive_filled(stage: u32, #[comptime] units: u32) {
 #[cube]
 pub(crate) fn wait_emptied(stage: u32, #[comptime] units: u32) {
     if stage == 0 {
-        barrier_wait(comptime!(EMPTIED[0]), units);
+        named_wait(comptime!(EMPTIED[0]), units);
     } else {
-        barrier_wait(comptime!(EMPTIED[1]), units);
+        named_wait(comptime!(EMPTIED[1]), units);
     }
 }
 
@@ -52,9 +52,9 @@ pub(crate) fn wait_emptied(stage: u32, #[comptime] units: u32) {
 #[cube]
 pub(crate) fn arrive_emptied(stage: u32, #[comptime] units: u32) {
     if stage == 0 {
-        barrier_arrive(comptime!(EMPTIED[0]), units);
+        named_arrive(comptime!(EMPTIED[0]), units);
     } else {
-        barrier_arrive(comptime!(EMPTIED[1]), units);
+        named_arrive(comptime!(EMPTIED[1]), units);
     }
 }
 

@@ -16,14 +16,18 @@
 //! Both warpgroups walk the same blocks and have a turn at each, even where one sees nothing.
 
 use super::arrivals::{barrier_wait, done_with};
+use super::block::{Places, Sight, add_careful_values, column_of, non_finite_values};
 use super::blueprint::ForwardBlueprint;
-use super::careful::{add_careful, non_finite, unbounded};
+use super::careful::unbounded;
 use super::instructions::*;
-use super::output::{Chunk, store_rows};
+use super::output::{Chunk, store_tile};
 use super::pipeline::row_of;
+use super::products::{
+    FIRST_TURN, column_descriptor, dot_product_in_turn, give_first_turn, joined_product, pass_turn,
+    row_descriptor, value_product, value_product_in_turn,
+};
 use super::softmax::{RowPair, banded_scores, probabilities};
 use super::tiles::*;
-use super::walk::{Places, Sight};
 use crate::schedule::Geometry;
 use crate::score::band_row;
 use cubecl::prelude::*;
@@ -59,8 +63,8 @@ pub(crate) fn walk_joined<S: Size, P: Size, O: Size>(
     let warpgroups = comptime!(blueprint.warpgroups);
     let stages = comptime!(blueprint.stages);
     let query_stages = comptime!(blueprint.query_stages);
-    let first_key = comptime!(query_stages * warpgroups);
-    let first_value = comptime!(first_key + stages);
+    let first_key = comptime!(blueprint.first_key());
+    let first_value = comptime!(blueprint.first_value());
     let (s, p_length, o) = comptime!((
         blueprint.score_registers(),
         blueprint.probability_registers(),
@@ -94,7 +98,7 @@ pub(crate) fn walk_joined<S: Size, P: Size, O: Size>(
             let phase = walked / stages % 2;
             let behind = walked - 1;
             let stage_behind = behind % stages;
-            let values_behind = places.values + stage_behind * comptime!(blueprint.value_stage());
+            let values_behind = places.values_at(stage_behind, blueprint);
             let mine = sight.reaches(block);
             barrier_wait(places.full + (first_key + stage) * 8, phase);
             if walked > 0 {
@@ -103,8 +107,8 @@ pub(crate) fn walk_joined<S: Size, P: Size, O: Size>(
                     behind / stages % 2,
                 );
             }
-            let queries = row_descriptor(places.queries + own * comptime!(blueprint.own_queries()));
-            let keys = row_descriptor(places.keys + stage * comptime!(blueprint.key_stage()));
+            let queries = row_descriptor(places.queries_at(own, blueprint));
+            let keys = row_descriptor(places.keys_at(stage, blueprint));
             let mut scores = Vector::<f32, S>::new(0.0f32);
             if mine {
                 if adds {
@@ -152,8 +156,15 @@ pub(crate) fn walk_joined<S: Size, P: Size, O: Size>(
             if walked > 0 {
                 done_with(places.free + (first_value + stage_behind) * 8);
                 if left == tile.end_block {
-                    store_tile_before::<O>(
-                        acc, &rows, t, section, output, statistics, geometry, blueprint,
+                    store_tile::<O>(
+                        acc,
+                        &rows,
+                        t - 1,
+                        section,
+                        output,
+                        statistics,
+                        geometry,
+                        blueprint,
                     );
                     acc = Vector::<f32, O>::new(0.0f32);
                     rows.reset();
@@ -172,7 +183,7 @@ pub(crate) fn walk_joined<S: Size, P: Size, O: Size>(
                     block,
                     places.full + (first_value + stage) * 8,
                     phase,
-                    places.values + stage * comptime!(blueprint.value_stage()),
+                    places.values_at(stage, blueprint),
                     geometry,
                     blueprint,
                 );
@@ -188,7 +199,7 @@ pub(crate) fn walk_joined<S: Size, P: Size, O: Size>(
     }
     let behind = walked - 1;
     let stage = behind % stages;
-    let values = places.values + stage * comptime!(blueprint.value_stage());
+    let values = places.values_at(stage, blueprint);
     barrier_wait(places.full + (first_value + stage) * 8, behind / stages % 2);
     if adds {
         acc = value_product::<P, O>(
@@ -199,30 +210,11 @@ pub(crate) fn walk_joined<S: Size, P: Size, O: Size>(
         );
     }
     acc = mended::<P, O>(acc, p, need, values, blueprint);
-    store_tile_before::<O>(
-        acc, &rows, t, section, output, statistics, geometry, blueprint,
-    );
-}
-
-/// Writes the warpgroup's rows of the tile before the cube's tile `t`.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-fn store_tile_before<O: Size>(
-    acc: Vector<f32, O>,
-    rows: &RowPair,
-    t: u32,
-    section: u32,
-    output: &mut [Chunk],
-    statistics: &mut [f32],
-    geometry: &Geometry,
-    #[comptime] blueprint: ForwardBlueprint,
-) {
-    let tile = tile_of(geometry, t - 1, section, blueprint);
-    store_rows::<O>(
+    store_tile::<O>(
         acc,
-        rows,
-        (tile.batch * geometry.heads as u32 + tile.head) as usize,
-        tile.first_query + (agreed(unit_again() / 32) / 4 * 64) as i32,
+        &rows,
+        t - 1,
+        section,
         output,
         statistics,
         geometry,
@@ -257,23 +249,13 @@ fn weights<S: Size, P: Size, O: Size>(
             scores,
             band_row(own_query + row_of(unit), geometry),
             band_row(own_query + row_of(unit) + 8, geometry),
-            (block * comptime!(blueprint.block_kv as u32) + (unit % 4) * 2) as i32,
+            column_of(unit, block, blueprint),
             before,
             behind,
             blueprint.block_kv,
         );
     }
-    let growth = rows.grow::<S>(scores, blueprint);
-    if plane_any(growth) {
-        let (a0, a1) = rows.rescale();
-        #[unroll]
-        for j in 0..comptime!(blueprint.value_dim / 8) {
-            acc.insert(4 * j, acc.extract(4 * j) * a0);
-            acc.insert(4 * j + 1, acc.extract(4 * j + 1) * a0);
-            acc.insert(4 * j + 2, acc.extract(4 * j + 2) * a1);
-            acc.insert(4 * j + 3, acc.extract(4 * j + 3) * a1);
-        }
-    }
+    rows.take_in::<S, O>(scores, &mut acc, blueprint);
     let p = probabilities::<S, P>(scores, rows, blueprint);
     let mut need = comptime!(NOTHING).runtime();
     if edge {
@@ -281,14 +263,7 @@ fn weights<S: Size, P: Size, O: Size>(
             need = comptime!(WATCH).runtime();
         } else {
             barrier_wait(value_arrival, phase);
-            need = CARE
-                * non_finite(
-                    value_tile,
-                    blueprint.block_kv,
-                    blueprint.value_dim,
-                    blueprint.warpgroups,
-                    comptime!(blueprint.element()),
-                );
+            need = CARE * non_finite_values(value_tile, blueprint);
         }
     }
     Weights::<P, O> {
@@ -317,16 +292,7 @@ fn mended<P: Size, O: Size>(
             }
         }
         if careful {
-            acc = add_careful::<P, O>(
-                acc,
-                p,
-                value_tile,
-                unit_again() % 32,
-                0usize,
-                blueprint.block_kv,
-                blueprint.value_dim,
-                comptime!(blueprint.element()),
-            );
+            acc = add_careful_values::<P, O>(acc, p, value_tile, blueprint);
             sync_plane();
         }
     }

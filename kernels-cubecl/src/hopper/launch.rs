@@ -1,11 +1,12 @@
 //! Tensor maps over the operands as they lie, allocation and launch.
 
-use super::blueprint::{Declined, ForwardBlueprint, check_layout};
+use super::blueprint::{ForwardBlueprint, check_layout};
 use super::dealing::heads_side_by_side;
+use super::declined::Declined;
 use super::forward::forward_kernel;
 use crate::device::elem_type;
-use crate::operands::{CACHED, Operands, broadcast_bias, broadcast_mask, geometry, optional};
-use cubecl::ir::{AddressType, ElemType};
+use crate::operands::{CACHED, Operands, ScoreOperands, geometry, optional};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl::zspace::{Shape, Strides};
@@ -21,16 +22,14 @@ pub fn check_operands(operands: &Operands) -> Result<(), Declined> {
         ("key", &operands.key),
         ("value", &operands.value),
     ];
-    for (name, x) in floats {
-        let four = |list: &[usize]| [list[0], list[1], list[2], list[3]];
-        check_layout(
-            name,
-            four(&x.shape),
-            four(&x.strides),
-            x.handle.offset_start.unwrap_or(0),
-        )?;
-    }
-    Ok(())
+    floats.into_iter().try_for_each(|(name, x)| check(name, x))
+}
+
+/// [`check_layout`] of an operand.
+pub(super) fn check(name: &'static str, x: &TensorBinding) -> Result<(), Declined> {
+    let four = |list: &[usize]| [list[0], list[1], list[2], list[3]];
+    let offset = x.handle.offset_start.unwrap_or(0);
+    check_layout(name, four(&x.shape), four(&x.strides), offset)
 }
 
 /// The output `[batch, heads, seq_q, value_dim]` and the statistics `[2, batch, heads, seq_q]` in
@@ -53,17 +52,7 @@ pub fn attention_forward(
         return (output, statistics);
     }
     let (cubes, section) = tiles(client, problem, blueprint);
-    let longest = [
-        &operands.bias,
-        &operands.mask.as_ref().map(|(mask, _)| mask.clone()),
-    ]
-    .into_iter()
-    .flatten()
-    .map(|x| x.handle.size as usize)
-    .chain([rows * problem.value_dim])
-    .max()
-    .unwrap_or(0);
-    let (mask, mask_element) = broadcast_mask(operands.mask);
+    let scores = ScoreOperands::of(&operands);
     let element = elem_type(problem.dtype);
     // SAFETY: tensor maps bound every read of query, key and value; mask and bias are read at
     // positions of the problem only, through their strides; each element of the two packed outputs
@@ -73,22 +62,22 @@ pub fn attention_forward(
             client,
             CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(blueprint.units()),
-            AddressType::from_len(longest),
+            scores.address_type(&[rows * problem.value_dim]),
             blueprint.score_registers(),
             blueprint.probability_registers(),
             blueprint.output_registers(),
             tensor_map(operands.query, 64, element),
             tensor_map(operands.key, blueprint.block_kv, element),
             tensor_map(operands.value, blueprint.block_kv, element),
-            optional(&mask),
-            optional(&broadcast_bias(operands.bias)),
+            optional(&scores.mask),
+            optional(&scores.bias),
             BufferArg::from_raw_parts(output.clone(), rows * problem.value_dim / 8),
             BufferArg::from_raw_parts(statistics.clone(), 2 * rows),
             geometry(problem),
             section,
             *blueprint,
             element,
-            mask_element,
+            scores.mask_element,
         );
     }
     (output, statistics)

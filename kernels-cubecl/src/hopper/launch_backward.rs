@@ -1,15 +1,15 @@
 //! Allocation and launches of the gradient kernels.
 
-use super::blueprint::{Declined, check_layout};
+use super::declined::Declined;
 use super::gradient_blueprint::{BackwardBlueprint, Division};
-use super::launch::{check_operands, section, tensor_map};
+use super::launch::{check, check_operands, section, tensor_map};
 use super::one_pass::one_pass_kernel;
 use super::query_gradient::query_gradient_kernel;
 use super::query_sums::query_sums_kernel;
 use super::statistics::{statistics_kernel, units_of_row};
 use crate::device::elem_type;
 use crate::operands::{
-    Gradients, Operands, broadcast_bias, broadcast_mask, cube_count, geometry, optional,
+    Gradients, Operands, Outputs, ScoreOperands, bias_elements, cube_count, geometry, optional,
 };
 use crate::portable::{self, Tile};
 use cubecl::ir::{AddressType, ElemType, FloatKind};
@@ -27,78 +27,46 @@ pub fn check_gradient_operands(
     output_gradient: &TensorBinding,
 ) -> Result<(), Declined> {
     check_operands(operands)?;
-    let four = |list: &[usize]| [list[0], list[1], list[2], list[3]];
-    check_layout(
-        "output gradient",
-        four(&output_gradient.shape),
-        four(&output_gradient.strides),
-        output_gradient.handle.offset_start.unwrap_or(0),
-    )
+    check("output gradient", output_gradient)
 }
 
-/// The wanted gradients. `output` and `statistics` are those of
-/// [`attention_forward`](super::attention_forward); `output_gradient` has the output's shape,
-/// `lse_gradient` is `[batch, heads, seq_q]` in `f32` with any strides.
+/// The wanted gradients. `outputs` holds what [`attention_forward`](super::attention_forward) returned.
 ///
 /// `blueprint` is what [`plan_backward`](super::plan_backward) returned for `problem` on the client's
 /// device, or made of [`gradient_variants`](super::gradient_variants) that fit it; operands and output
 /// gradient passed [`check_gradient_operands`]. The gradient of the bias comes from the portable kernel,
 /// in blocks of `tile`.
-#[allow(clippy::too_many_arguments)]
 pub fn attention_backward(
     client: &Client,
     problem: &Problem,
     blueprint: &BackwardBlueprint,
     tile: Tile,
     operands: Operands,
-    output: TensorBinding,
-    statistics: Handle,
-    output_gradient: TensorBinding,
-    lse_gradient: Option<TensorBinding>,
+    outputs: Outputs,
     wanted: Wanted,
 ) -> Gradients {
+    let gradients = Gradients::allocate(client, problem, wanted);
     let rows = problem.lse_shape().iter().product::<usize>();
     let keys = problem.batch * problem.kv_heads * problem.seq_kv;
-    let bias_elements = problem.bias.unwrap_or([0; 4]).iter().product::<usize>();
-    let float = problem.dtype.size();
-    let allocate = |wanted: bool, elements: usize| wanted.then(|| client.empty(elements * float));
-    let gradients = Gradients {
-        query: allocate(wanted.query, rows * problem.head_dim),
-        key: allocate(wanted.key, keys * problem.head_dim),
-        value: allocate(wanted.value, keys * problem.value_dim),
-        bias: allocate(wanted.bias, bias_elements),
-    };
-    let padded = problem.seq_q.next_multiple_of(blueprint.key_value.walked);
     let by_key = keys > 0 && (wanted.key || wanted.value);
     // Where only the query's gradient is wanted, a kernel that computes no other is cheaper.
     let together = by_key && wanted.query && blueprint.key_value.division == Division::Rows;
     let summation = together.then_some(blueprint.summation);
-    let row_statistics = row_statistics(
-        client,
-        problem,
-        blueprint,
-        padded,
-        summation,
-        &output,
-        &statistics,
-        &output_gradient,
-        &lse_gradient,
-    );
     let backward = Backward {
         client,
         problem,
         blueprint,
         operands: &operands,
-        output_gradient: &output_gradient,
-        row_statistics: &row_statistics,
-        padded,
+        scores: ScoreOperands::of(&operands),
+        output_gradient: &outputs.output_gradient,
+        row_statistics: row_statistics(client, problem, blueprint, summation, &outputs),
         rows,
         keys,
     };
     if by_key {
         // One kernel computes both: one that is not asked for goes to a buffer of its own.
         let or_scratch = |handle: &Option<Handle>, features: usize| {
-            let scratch = || client.empty(keys * features * float);
+            let scratch = || client.empty(keys * features * problem.dtype.size());
             handle.clone().unwrap_or_else(scratch)
         };
         let key = or_scratch(&gradients.key, problem.head_dim);
@@ -115,11 +83,12 @@ pub fn attention_backward(
             backward.query(gradient);
         }
     }
-    if let Some(gradient) = gradients.bias.clone().filter(|_| bias_elements > 0) {
+    let bias = gradients.bias.clone();
+    if let Some(gradient) = bias.filter(|_| bias_elements(problem) > 0) {
+        let output_gradient = &outputs.output_gradient;
         let portable =
-            portable::Launch::new(client, problem, tile, &operands, Some(&output_gradient));
-        let row_statistics =
-            portable.row_statistics(output, statistics, &output_gradient, &lse_gradient);
+            portable::Launch::new(client, problem, tile, &operands, Some(output_gradient));
+        let row_statistics = portable.row_statistics(&outputs);
         let bound = portable.bind(operands, false);
         portable.bias_gradient(bound, output_gradient, row_statistics, gradient);
     }
@@ -132,9 +101,9 @@ pub(super) struct Backward<'a> {
     pub problem: &'a Problem,
     pub blueprint: &'a BackwardBlueprint,
     pub operands: &'a Operands,
+    pub scores: ScoreOperands,
     pub output_gradient: &'a TensorBinding,
-    row_statistics: &'a RowStatistics,
-    padded: usize,
+    row_statistics: RowStatistics,
     /// Rows of the query in all heads.
     rows: usize,
     /// Rows of the key in all heads.
@@ -145,6 +114,8 @@ pub(super) struct Backward<'a> {
 struct RowStatistics {
     /// `[batch * heads, 3, padded]`.
     rows: Handle,
+    /// Rows of a head, with those that fill the last block.
+    padded: usize,
     /// Sums of the query gradient `[batch * heads, padded, width]`, in tiles; zeros.
     query_sums: Handle,
     sum_elements: usize,
@@ -160,10 +131,10 @@ impl Backward<'_> {
         let cubes = problem.seq_q.div_ceil(blueprint.owned()) * heads;
         let element = elem_type(problem.dtype);
         let operands = self.operands.clone();
-        let (mask, mask_element) = broadcast_mask(operands.mask);
         let (owned, walked) = (blueprint.owned(), blueprint.walked);
         let elements = self.rows * problem.head_dim / 2;
-        let statistic_elements = problem.batch * problem.heads * 3 * self.padded;
+        let padded = self.row_statistics.padded;
+        let statistic_elements = problem.batch * problem.heads * 3 * padded;
         // SAFETY: tensor maps bound every read of the operands; statistics, mask and bias are read at
         // positions of the problem only; each element of the packed gradient is written once, and
         // every loop ends at a number of blocks.
@@ -172,7 +143,8 @@ impl Backward<'_> {
                 client,
                 cube_count(client, cubes),
                 CubeDim::new_1d(blueprint.units()),
-                self.address_type(&[elements, statistic_elements, cubes]),
+                self.scores
+                    .address_type(&[elements, statistic_elements, cubes]),
                 blueprint.score_registers(),
                 blueprint.weight_registers(),
                 blueprint.key_registers(),
@@ -180,16 +152,16 @@ impl Backward<'_> {
                 tensor_map(operands.key, walked, element),
                 tensor_map(operands.value, walked, element),
                 tensor_map(self.output_gradient.clone(), owned, element),
-                optional(&mask),
-                optional(&broadcast_bias(operands.bias)),
+                optional(&self.scores.mask),
+                optional(&self.scores.bias),
                 BufferArg::from_raw_parts(self.row_statistics.rows.clone(), statistic_elements),
                 BufferArg::from_raw_parts(gradient, elements),
                 geometry(problem),
-                self.padded,
+                padded,
                 section(problem, problem.seq_kv, problem.group(), heads),
                 blueprint,
                 element,
-                mask_element,
+                self.scores.mask_element,
             );
         }
     }
@@ -200,11 +172,10 @@ impl Backward<'_> {
         let cubes = problem.seq_kv.div_ceil(blueprint.owned()) * heads;
         let element = elem_type(problem.dtype);
         let operands = self.operands.clone();
-        let (mask, mask_element) = broadcast_mask(operands.mask);
         let (owned, walked) = (blueprint.owned(), blueprint.walked);
         let key_elements = self.keys * problem.head_dim / 2;
         let value_elements = self.keys * problem.value_dim / 2;
-        let scratch = self.row_statistics;
+        let scratch = &self.row_statistics;
         let lengths = [key_elements, value_elements, scratch.sum_elements, cubes];
         // SAFETY: as above; each element of the two packed gradients is written once, tiles are added
         // to sums of blocks of the problem, and a cube waits for others that have started only.
@@ -213,7 +184,7 @@ impl Backward<'_> {
                 client,
                 cube_count(client, cubes),
                 CubeDim::new_1d(blueprint.units()),
-                self.address_type(&lengths),
+                self.scores.address_type(&lengths),
                 blueprint.score_registers(),
                 blueprint.weight_registers(),
                 blueprint.sum_registers(),
@@ -222,8 +193,8 @@ impl Backward<'_> {
                 tensor_map(operands.value, owned, element),
                 tensor_map(self.output_gradient.clone(), walked, element),
                 self.statistics_map(walked),
-                optional(&mask),
-                optional(&broadcast_bias(operands.bias)),
+                optional(&self.scores.mask),
+                optional(&self.scores.bias),
                 BufferArg::from_raw_parts(key_gradient, key_elements),
                 BufferArg::from_raw_parts(value_gradient, value_elements),
                 BufferArg::from_raw_parts(scratch.query_sums.clone(), scratch.sum_elements),
@@ -233,17 +204,18 @@ impl Backward<'_> {
                 blueprint,
                 summation,
                 element,
-                mask_element,
+                self.scores.mask_element,
             );
         }
     }
 
     /// Copies of the statistics of `rows` rows.
     pub(super) fn statistics_map(&self, rows: usize) -> TensorMapArg<Tiled> {
+        let padded = self.row_statistics.padded;
         let statistics = TensorBinding {
             handle: self.row_statistics.rows.clone().binding(),
-            strides: Strides::new(&[3 * self.padded, self.padded, 1]),
-            shape: Shape::new([self.problem.batch * self.problem.heads, 3, self.padded]),
+            strides: Strides::new(&[3 * padded, padded, 1]),
+            shape: Shape::new([self.problem.batch * self.problem.heads, 3, padded]),
             tiling: Tiling::UNTILED,
         };
         TensorMapArg::new(
@@ -258,7 +230,7 @@ impl Backward<'_> {
     /// The query gradient from the sums of [`one_pass`](Self::one_pass).
     fn query_rows(&self, gradient: Handle) {
         let (client, problem, blueprint) = (self.client, self.problem, self.blueprint.key_value);
-        let scratch = self.row_statistics;
+        let scratch = &self.row_statistics;
         let elements = self.rows * problem.head_dim;
         let units = scratch.sum_elements / 16;
         // SAFETY: the kernel reads whole tiles of the sums; each element of the packed gradient is
@@ -277,43 +249,25 @@ impl Backward<'_> {
             );
         }
     }
-
-    /// What addresses the longest of mask, bias and `lengths`.
-    pub(super) fn address_type(&self, lengths: &[usize]) -> AddressType {
-        let operands = self.operands;
-        let longest = [
-            operands.bias.as_ref(),
-            operands.mask.as_ref().map(|(mask, _)| mask),
-        ]
-        .into_iter()
-        .flatten()
-        .map(|x| x.handle.size as usize)
-        .chain(lengths.iter().copied())
-        .max();
-        AddressType::from_len(longest.unwrap_or(0))
-    }
 }
 
 /// Row statistics, and zeros for sums where there are some.
-#[allow(clippy::too_many_arguments)]
 fn row_statistics(
     client: &Client,
     problem: &Problem,
     blueprint: &BackwardBlueprint,
-    padded: usize,
     summation: Option<Summation>,
-    output: &TensorBinding,
-    saved: &Handle,
-    output_gradient: &TensorBinding,
-    lse_gradient: &Option<TensorBinding>,
+    outputs: &Outputs,
 ) -> RowStatistics {
     let rows = problem.lse_shape().iter().product::<usize>();
+    let padded = problem.seq_q.next_multiple_of(blueprint.key_value.walked);
     let places = problem.batch * problem.heads * padded;
     let width = summation.map_or(0, |_| blueprint.key_value.sum_width());
     let sum_elements = (places * width).max(4);
     let counters = places / 64 * (width / 64) + 1;
     let made = RowStatistics {
         rows: client.empty((3 * places).max(1) * 4),
+        padded,
         query_sums: client.empty(sum_elements * 4),
         sum_elements,
         turns: client.empty(counters * 4),
@@ -322,7 +276,7 @@ fn row_statistics(
     if rows > 0 {
         // One place more for the counter of the cubes.
         let units = (places + 1) * units_of_row(problem.value_dim);
-        let longest = [output, output_gradient]
+        let longest = [&outputs.output, &outputs.output_gradient]
             .into_iter()
             .map(|x| x.handle.size as usize)
             .chain([3 * places, units, sum_elements])
@@ -337,10 +291,10 @@ fn row_statistics(
                 AddressType::from_len(longest.unwrap_or(0)),
                 8,
                 4,
-                output.clone().into_tensor_arg(),
-                output_gradient.clone().into_tensor_arg(),
-                BufferArg::from_raw_parts(saved.clone(), 2 * rows),
-                optional(lse_gradient),
+                outputs.output.clone().into_tensor_arg(),
+                outputs.output_gradient.clone().into_tensor_arg(),
+                BufferArg::from_raw_parts(outputs.statistics.clone(), 2 * rows),
+                optional(&outputs.lse_gradient),
                 BufferArg::from_raw_parts(made.rows.clone(), 3 * places),
                 BufferArg::from_raw_parts(made.query_sums.clone(), sum_elements),
                 BufferArg::from_raw_parts(made.turns.clone(), counters),

@@ -4,7 +4,7 @@ use super::launch::{section, tensor_map};
 use super::launch_backward::Backward;
 use super::wide_key_value_gradient::wide_key_value_gradient_kernel;
 use crate::device::elem_type;
-use crate::operands::{broadcast_bias, broadcast_mask, cube_count, geometry, optional};
+use crate::operands::{cube_count, geometry, optional};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -16,7 +16,6 @@ impl Backward<'_> {
         let cubes = problem.seq_kv.div_ceil(blueprint.owned()) * heads;
         let element = elem_type(problem.dtype);
         let operands = self.operands.clone();
-        let (mask, mask_element) = broadcast_mask(operands.mask);
         let (owned, walked) = (blueprint.owned(), blueprint.walked);
         let key_elements = self.keys * problem.head_dim / 2;
         let value_elements = self.keys * problem.value_dim / 2;
@@ -28,7 +27,8 @@ impl Backward<'_> {
                 client,
                 cube_count(client, cubes),
                 CubeDim::new_1d(blueprint.units()),
-                self.address_type(&[key_elements, value_elements, cubes]),
+                self.scores
+                    .address_type(&[key_elements, value_elements, cubes]),
                 blueprint.score_registers(),
                 blueprint.weight_registers(),
                 blueprint.key_registers(),
@@ -39,15 +39,15 @@ impl Backward<'_> {
                 tensor_map(operands.value, owned, element),
                 tensor_map(self.output_gradient.clone(), walked, element),
                 self.statistics_map(walked),
-                optional(&mask),
-                optional(&broadcast_bias(operands.bias)),
+                optional(&self.scores.mask),
+                optional(&self.scores.bias),
                 BufferArg::from_raw_parts(key_gradient, key_elements),
                 BufferArg::from_raw_parts(value_gradient, value_elements),
                 geometry(problem),
                 section(problem, problem.seq_q * problem.group(), 1, heads),
                 blueprint,
                 element,
-                mask_element,
+                self.scores.mask_element,
             );
         }
     }

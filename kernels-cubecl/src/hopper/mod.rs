@@ -56,9 +56,11 @@
 //! sums start from.
 
 mod arrivals;
+mod block;
 mod blueprint;
 mod careful;
 mod dealing;
+mod declined;
 mod forward;
 mod gradient;
 mod gradient_blueprint;
@@ -71,11 +73,14 @@ mod launch_wide;
 #[cfg(feature = "machine-code")]
 mod machine_code;
 mod one_pass;
+mod one_pass_pipeline;
 mod output;
 mod parts;
 mod pipeline;
+mod products;
 mod query_gradient;
 mod query_sums;
+mod query_tile;
 mod softmax;
 mod statistics;
 mod step;
@@ -85,8 +90,10 @@ mod walk;
 mod wide_instructions;
 mod wide_key_value_gradient;
 mod wide_pipeline;
+mod wide_sums;
 
-pub use blueprint::{Declined, ForwardBlueprint, check_layout, plan_forward, variants};
+pub use blueprint::{ForwardBlueprint, check_layout, plan_forward, variants};
+pub use declined::Declined;
 pub use gradient_blueprint::{
     BackwardBlueprint, Division, GradientBlueprint, gradient_variants, plan_backward,
 };

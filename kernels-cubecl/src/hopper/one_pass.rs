@@ -24,43 +24,20 @@
 //! of a quarter of the registers instead of half of it.
 
 use super::arrivals::*;
-use super::careful::{non_finite, tile_careful};
+use super::careful::non_finite;
 use super::gradient::{Position, store_sums};
 use super::gradient_blueprint::GradientBlueprint;
 use super::instructions::*;
+use super::one_pass_pipeline::{Memory, load_first, load_stage};
 use super::parts::step_by_parts;
-use super::pipeline::{load_queries, load_rows, retire, row_of};
-use super::step::*;
-use super::turns::*;
-use crate::schedule::{Geometry, keys_of_block, queries_of_block, wholly_visible};
+use super::pipeline::{Walked, retire, row_of, wait_stage};
+use super::query_tile::{TilePlaces, Walk, add_tile_before, tile_place};
+use super::step::{StepPlaces, score_place, step_product};
+use super::turns::{counter, draw_number, run_errands, tiles_read};
+use crate::schedule::{Geometry, Seat, queries_of_block, wholly_visible};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 use flash_attention_spec::Summation;
-
-/// The blocks of queries that a cube walks.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Walk {
-    /// Where the first head of all batches' lies in shared memory.
-    first_head: u32,
-    /// Past the first block that is walked.
-    end_block: u32,
-    per_head: u32,
-}
-
-/// The place of a step's tile among all.
-#[cube]
-fn tile_place(
-    step: u32,
-    warpgroup: u32,
-    walk: Walk,
-    query_blocks: usize,
-    #[comptime] tiles: usize,
-) -> usize {
-    let head = load_shared(walk.first_head) + step / walk.per_head;
-    let block = walk.end_block - 1 - step % walk.per_head;
-    (head as usize * query_blocks + block as usize) * tiles + warpgroup as usize
-}
 
 /// Writes the gradients of key and value, packed, in pairs, and adds to the sums of the query's.
 ///
@@ -113,16 +90,14 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
     let tile_length = comptime!(if with_query { tiles * 4096 } else { 4 });
     let element = comptime!(blueprint.element());
 
-    let mut key_tile =
-        Shared::<[E]>::new_aligned_slice(comptime!(key_panels * owned_panel), 1024usize);
-    let mut value_tile =
+    let key_tile = Shared::<[E]>::new_aligned_slice(comptime!(key_panels * owned_panel), 1024usize);
+    let value_tile =
         Shared::<[E]>::new_aligned_slice(comptime!(value_panels * owned_panel), 1024usize);
-    let mut query_tiles = Shared::<[E]>::new_aligned_slice(comptime!(2 * query_stage), 1024usize);
-    let mut gradient_tiles =
-        Shared::<[E]>::new_aligned_slice(comptime!(2 * gradient_stage), 1024usize);
+    let query_tiles = Shared::<[E]>::new_aligned_slice(comptime!(2 * query_stage), 1024usize);
+    let gradient_tiles = Shared::<[E]>::new_aligned_slice(comptime!(2 * gradient_stage), 1024usize);
     let score_tiles = Shared::<[E]>::new_aligned_slice(score_stage, 1024usize);
     let sum_tiles = Shared::<[f32]>::new_aligned_slice(tile_length, 1024usize);
-    let mut statistic_tiles =
+    let statistic_tiles =
         Shared::<[f32]>::new_aligned_slice(comptime!(2 * blueprint.statistics()), 128usize);
     // Two of `dS` written, two of `dS` read.
     let barriers = Shared::<[u64]>::new_slice(4usize);
@@ -139,6 +114,16 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
     let owned_full = Barrier::shared_uninit();
     let full_0 = Barrier::shared_uninit();
     let full_1 = Barrier::shared_uninit();
+    let mut memory = Memory::<E> {
+        keys: key_tile,
+        values: value_tile,
+        queries: query_tiles,
+        gradients: gradient_tiles,
+        statistics: statistic_tiles,
+        owned_full,
+        full_0,
+        full_1,
+    };
 
     let kv_heads = geometry.heads / geometry.group;
     let blocks = (geometry.seq_kv as usize).div_ceil(block_kv);
@@ -153,9 +138,9 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
             let counters = geometry.batch * geometry.heads * query_blocks * tiles;
             stash[0] = draw_number(turns.as_ptr(), counters as u64 * 4);
         }
-        owned_full.init_manual(1u32);
-        full_0.init_manual(1u32);
-        full_1.init_manual(1u32);
+        memory.owned_full.init_manual(1u32);
+        memory.full_0.init_manual(1u32);
+        memory.full_1.init_manual(1u32);
         #[unroll]
         for b in 0..4u32 {
             barrier_init(
@@ -175,11 +160,9 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
     if number >= blocks * heads {
         terminate!();
     }
-    let first_head = number / (blocks * section) * section;
-    let width = select(heads - first_head < section, heads - first_head, section);
-    let place = number - first_head * blocks;
-    let batch_head = first_head + place % width;
-    let first_kv = (place / width * block_kv) as i32;
+    let seat = Seat::of(number, blocks, heads, section);
+    let batch_head = seat.batch_head;
+    let first_kv = (seat.block() * block_kv) as i32;
     let batch = batch_head / kv_heads;
     let kv_head = batch_head % kv_heads;
 
@@ -199,66 +182,25 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
     if elected {
         stash[1] = batch_head as u32;
         stash[2] = (batch * geometry.heads) as u32 + group_head;
-        if count > 0 {
-            owned_full.arrive_and_expect_tx(
-                1,
-                comptime!(((key_panels + value_panels) * owned_panel * 2) as u32),
-            );
-            load_rows(
-                &owned_full,
-                key,
-                &mut key_tile,
-                0usize,
-                batch as i32,
-                kv_head as i32,
-                first_kv,
-                key_panels,
-                owned_panel,
-            );
-            load_rows(
-                &owned_full,
-                value,
-                &mut value_tile,
-                0usize,
-                batch as i32,
-                kv_head as i32,
-                first_kv,
-                value_panels,
-                owned_panel,
-            );
-            load_queries(
-                &full_0,
-                query,
-                output_gradient,
-                statistics,
-                &mut query_tiles,
-                &mut gradient_tiles,
-                &mut statistic_tiles,
-                0usize,
+        load_first(
+            &mut memory,
+            kv_head,
+            first_kv,
+            Walked {
                 batch,
-                group_head,
-                end_block - 1,
-                &geometry,
-                blueprint,
-            );
-        }
-        if count > 1 {
-            load_queries(
-                &full_1,
-                query,
-                output_gradient,
-                statistics,
-                &mut query_tiles,
-                &mut gradient_tiles,
-                &mut statistic_tiles,
-                1usize,
-                batch,
-                group_head + 1 / per_head,
-                end_block - 1 - 1 % per_head,
-                &geometry,
-                blueprint,
-            );
-        }
+                head: group_head,
+                block: end_block,
+            },
+            per_head,
+            count,
+            query,
+            key,
+            value,
+            output_gradient,
+            statistics,
+            geometry.heads,
+            blueprint,
+        );
     }
 
     sync_cube();
@@ -268,26 +210,34 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
     let last_plane = comptime!(blueprint.warpgroups * 4 - 1);
     let warpgroup = plane_broadcast(UNIT_POS / 128, 0u32);
     let own_kv = first_kv + (warpgroup * 64) as i32;
-    let key_address = shared_address::<E>(key_tile.as_ptr());
+    let key_address = shared_address::<E>(memory.keys.as_ptr());
     let own_key = key_address + warpgroup * 8192;
-    let own_value = shared_address::<E>(value_tile.as_ptr()) + warpgroup * 8192;
-    let query_address = shared_address::<E>(query_tiles.as_ptr());
-    let gradient_address = shared_address::<E>(gradient_tiles.as_ptr());
-    let statistic_address = shared_address::<f32>(statistic_tiles.as_ptr());
+    let own_value = shared_address::<E>(memory.values.as_ptr()) + warpgroup * 8192;
+    let query_address = shared_address::<E>(memory.queries.as_ptr());
+    let gradient_address = shared_address::<E>(memory.gradients.as_ptr());
+    let statistic_address = shared_address::<f32>(memory.statistics.as_ptr());
     let score_address = shared_address::<E>(score_tiles.as_ptr());
     let errands = shared_address::<u64>(errand_numbers.as_ptr()) + warpgroup * 24;
     let step = comptime!(blueprint.step(with_query, ordered));
-    let query_body = comptime!(blueprint.query_product());
     let always = comptime!(mask.is_some() || bias.is_some());
 
     let walk = Walk {
         first_head: stash_address + 8,
         end_block,
         per_head,
+        count,
+    };
+    let places = TilePlaces {
+        full: scores_full,
+        free: scores_free,
+        scores: score_address,
+        keys: key_address,
+        tiles: tile_address,
+        errands,
     };
     let mut sums = Vector::<f32, G>::new(0.0f32);
     if count > 0 {
-        owned_full.wait_parity(0u32);
+        memory.owned_full.wait_parity(0u32);
     }
     if comptime!(ordered) {
         let unit = UNIT_POS % 128;
@@ -310,19 +260,19 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
         if n < count {
             block -= 1;
             let first_query = (block * comptime!(block_q as u32)) as i32;
-            let query_at = query_address + stage * comptime!((query_stage * 2) as u32);
-            let gradient_at = gradient_address + stage * comptime!((gradient_stage * 2) as u32);
-            let statistics_at = statistic_address
-                + stage * comptime!((blueprint.statistics() * 4) as u32)
-                + (lane % 4) * 8;
-            let store = score_address
-                + stage * comptime!(blueprint.score_stage() as u32)
-                + score_place(UNIT_POS, block_q);
-            if stage == 0 {
-                full_0.wait_parity(phase);
-            } else {
-                full_1.wait_parity(phase);
-            }
+            let at = StepPlaces {
+                key: own_key,
+                value: own_value,
+                query: query_address + stage * comptime!((query_stage * 2) as u32),
+                gradient: gradient_address + stage * comptime!((gradient_stage * 2) as u32),
+                statistics: statistic_address
+                    + stage * comptime!((blueprint.statistics() * 4) as u32)
+                    + (lane % 4) * 8,
+                store: score_address
+                    + stage * comptime!(blueprint.score_stage() as u32)
+                    + score_place(UNIT_POS, block_q),
+            };
+            wait_stage(stage, phase, &memory.full_0, &memory.full_1);
             if comptime!(with_query) {
                 if n >= 2 {
                     barrier_wait(scores_free + stage * 8, (n / 2 + 1) % 2);
@@ -334,12 +284,7 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
                 let unit = unit_again();
                 sums = step_by_parts::<E, M, S, P, G>(
                     sums,
-                    own_key,
-                    own_value,
-                    query_at,
-                    gradient_at,
-                    statistics_at,
-                    store,
+                    at,
                     Position {
                         batch,
                         head: head as usize,
@@ -370,27 +315,16 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
                     if comptime!(blueprint.plain()) {
                         sums = step_product::<G>(
                             sums,
-                            row_descriptor(own_key),
-                            row_descriptor(own_value),
-                            row_descriptor(query_at),
-                            column_descriptor(query_at, comptime!(panel * 2)),
-                            row_descriptor(gradient_at),
-                            column_descriptor(gradient_at, comptime!(panel * 2)),
-                            statistics_at,
-                            store,
+                            at,
                             geometry.scale,
                             errands,
+                            comptime!(panel * 2),
                             comptime!(step.clone()),
                         );
                     } else {
                         sums = step_by_parts::<E, M, S, P, G>(
                             sums,
-                            own_key,
-                            own_value,
-                            query_at,
-                            gradient_at,
-                            statistics_at,
-                            store,
+                            at,
                             Position {
                                 batch,
                                 head: head as usize,
@@ -416,41 +350,20 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
             }
             if retire(done_address + stage * 4, lane, n + 2 < count, last_plane) {
                 let ahead = end_block - 1 - block + 2;
-                let next_head = head + ahead / per_head;
-                let next_block = end_block - 1 - ahead % per_head;
-                if stage == 0 {
-                    load_queries(
-                        &full_0,
-                        query,
-                        output_gradient,
-                        statistics,
-                        &mut query_tiles,
-                        &mut gradient_tiles,
-                        &mut statistic_tiles,
-                        0usize,
+                load_stage(
+                    &mut memory,
+                    stage,
+                    Walked {
                         batch,
-                        next_head,
-                        next_block,
-                        &geometry,
-                        blueprint,
-                    );
-                } else {
-                    load_queries(
-                        &full_1,
-                        query,
-                        output_gradient,
-                        statistics,
-                        &mut query_tiles,
-                        &mut gradient_tiles,
-                        &mut statistic_tiles,
-                        1usize,
-                        batch,
-                        next_head,
-                        next_block,
-                        &geometry,
-                        blueprint,
-                    );
-                }
+                        head: head + ahead / per_head,
+                        block: end_block - 1 - ahead % per_head,
+                    },
+                    query,
+                    output_gradient,
+                    statistics,
+                    geometry.heads,
+                    blueprint,
+                );
             }
             sync_plane();
             if block == first_block {
@@ -464,71 +377,20 @@ pub(crate) fn one_pass_kernel<E: Float, M: Int, S: Size, P: Size, G: Size>(
         }
         if comptime!(with_query) {
             if n > 0 {
-                let other = 1 - stage;
-                barrier_wait(scores_full + other * 8, (n.div_ceil(2) + 1) % 2);
-                if warpgroup < comptime!(tiles as u32) {
-                    let scores = score_address
-                        + other * comptime!(blueprint.score_stage() as u32)
-                        + warpgroup * comptime!(if key_panels == 1 { 8192u32 } else { 0u32 });
-                    let keys = key_address
-                        + warpgroup
-                            * comptime!(if key_panels == 1 {
-                                0u32
-                            } else {
-                                owned_panel as u32 * 2
-                            });
-                    let mut tile = Vector::<f32, Const<32>>::new(0.0f32);
-                    if before != 0 {
-                        tile = tile_careful(scores, keys, block_q, block_kv, element);
-                    }
-                    if before == 0 {
-                        tile = dot_product::<Const<32>>(
-                            row_descriptor(scores),
-                            column_descriptor(keys, comptime!(owned_panel * 2)),
-                            comptime!(query_body.clone()),
-                        );
-                    }
-                    plane_arrive(scores_free + other * 8, lane);
-                    // One unit has the tiles of a warpgroup added, another waits for the turn.
-                    let unit = UNIT_POS % 128;
-                    let m = n - 1;
-                    if comptime!(ordered) {
-                        if unit == 32 {
-                            let block = end_block - 1 - m % per_head;
-                            let first_query = (block * comptime!(block_q as u32)) as i32;
-                            let keys = keys_of_block(&geometry, first_query, block_q, true);
-                            let turn = first_kv as u32 / comptime!(block_kv as u32)
-                                - keys.first as u32 / comptime!(block_kv as u32);
-                            if load_shared(errands + 16) != turn {
-                                wait_turn(load_shared_wide(errands + 8), turn);
-                            }
-                        }
-                    } else {
-                        if unit == 0 {
-                            tiles_read();
-                        }
-                    }
-                    warpgroup_sync(warpgroup, blueprint.warpgroups);
-                    let here = tile_address + warpgroup * 16384;
-                    store_tile(tile, here + unit * 16);
-                    publish();
-                    warpgroup_sync(warpgroup, blueprint.warpgroups);
-                    if unit == 0 {
-                        let at = tile_place(m, warpgroup, walk, query_blocks, tiles);
-                        add_tile(query_sums.as_ptr(), at as u64 * 16384, here);
-                        if comptime!(ordered) {
-                            store_shared_wide(errands, counter(turns.as_ptr(), at as u64 * 4));
-                        }
-                    }
-                    if comptime!(ordered) {
-                        if unit == 32 && n < count {
-                            let at = tile_place(n, warpgroup, walk, query_blocks, tiles);
-                            store_shared_wide(errands + 8, counter(turns.as_ptr(), at as u64 * 4));
-                        }
-                    }
-                } else {
-                    plane_arrive(scores_free + other * 8, lane);
-                }
+                add_tile_before(
+                    n,
+                    warpgroup,
+                    before,
+                    first_kv,
+                    places,
+                    walk,
+                    query_blocks,
+                    query_sums,
+                    turns,
+                    &geometry,
+                    ordered,
+                    blueprint,
+                );
                 before = way;
             } else {
                 before = way;

@@ -1,19 +1,46 @@
 //! The end of a tile: from a warpgroup's registers to rows of the output.
 
 use super::blueprint::ForwardBlueprint;
-use super::instructions::{pack, unit_again};
+use super::instructions::{agreed, pack, unit_again};
 use super::pipeline::row_of;
 use super::softmax::RowPair;
+use super::tiles::tile_of;
 use crate::schedule::Geometry;
 use cubecl::prelude::*;
 
 /// Eight features of a row.
 pub(crate) type Chunk = Vector<u32, Const<4>>;
 
+/// Writes a warpgroup's rows of the cube's tile `t`, and their statistics.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn store_tile<O: Size>(
+    acc: Vector<f32, O>,
+    rows: &RowPair,
+    t: u32,
+    section: u32,
+    output: &mut [Chunk],
+    statistics: &mut [f32],
+    geometry: &Geometry,
+    #[comptime] blueprint: ForwardBlueprint,
+) {
+    let tile = tile_of(geometry, t, section, blueprint);
+    store_rows::<O>(
+        acc,
+        rows,
+        (tile.batch * geometry.heads as u32 + tile.head) as usize,
+        tile.first_query + (agreed(unit_again() / 32) / 4 * 64) as i32,
+        output,
+        statistics,
+        geometry,
+        blueprint,
+    );
+}
+
 /// Writes 64 rows from `first_query` on, and their statistics.
 #[cube]
 #[allow(clippy::too_many_arguments, clippy::collapsible_if)]
-pub(crate) fn store_rows<O: Size>(
+fn store_rows<O: Size>(
     acc: Vector<f32, O>,
     rows: &RowPair,
     batch_head: usize,

@@ -1,8 +1,7 @@
-//! Stages of shared memory that tensor copies fill and planes are done with.
+//! Stages of shared memory that tensor copies fill and planes are done with, in the gradient kernels.
 
 use super::gradient_blueprint::GradientBlueprint;
 use super::instructions::count_up;
-use crate::schedule::Geometry;
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
@@ -56,6 +55,61 @@ pub(crate) fn load_rows<E: Float>(
             comptime!(p as i32 * 64),
         );
     }
+}
+
+/// Asks for the rows from `row` on of a head that a cube owns, of two operands.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn load_owned<E: Float>(
+    full: &Barrier,
+    first: &TensorMap<E, Tiled>,
+    second: &TensorMap<E, Tiled>,
+    first_tile: &mut Shared<[E]>,
+    second_tile: &mut Shared<[E]>,
+    batch: usize,
+    head: usize,
+    row: i32,
+    #[comptime] blueprint: GradientBlueprint,
+) {
+    let first_panels = comptime!(blueprint.head_dim.div_ceil(64));
+    let second_panels = comptime!(blueprint.value_dim.div_ceil(64));
+    let panel = comptime!(blueprint.owned() * 64);
+    full.arrive_and_expect_tx(
+        1,
+        comptime!(((first_panels + second_panels) * panel * 2) as u32),
+    );
+    let (batch, head) = (batch as i32, head as i32);
+    load_rows(
+        full,
+        first,
+        first_tile,
+        0usize,
+        batch,
+        head,
+        row,
+        first_panels,
+        panel,
+    );
+    load_rows(
+        full,
+        second,
+        second_tile,
+        0usize,
+        batch,
+        head,
+        row,
+        second_panels,
+        panel,
+    );
+}
+
+/// A block of the queries of a head.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Walked {
+    pub batch: usize,
+    pub head: u32,
+    pub block: u32,
 }
 
 /// The plane is done with a stage. Whether it is the last of the cube's planes, and this lane has to
@@ -118,61 +172,17 @@ pub(crate) fn release<E: Float>(
     sync_plane();
 }
 
-/// Asks for a block of queries of a head, with output gradients and statistics, to `stage`.
+/// Waits for the copies to one of two stages.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn load_queries<E: Float>(
-    full: &Shared<Barrier>,
-    query: &TensorMap<E, Tiled>,
-    output_gradient: &TensorMap<E, Tiled>,
-    statistics: &TensorMap<f32, Tiled>,
-    query_tiles: &mut Shared<[E]>,
-    gradient_tiles: &mut Shared<[E]>,
-    statistic_tiles: &mut Shared<[f32]>,
-    #[comptime] stage: usize,
-    batch: usize,
-    head: u32,
-    block: u32,
-    geometry: &Geometry,
-    #[comptime] blueprint: GradientBlueprint,
+pub(crate) fn wait_stage(
+    stage: u32,
+    phase: u32,
+    full_0: &Shared<Barrier>,
+    full_1: &Shared<Barrier>,
 ) {
-    let block_q = comptime!(blueprint.walked);
-    let key_panels = comptime!(blueprint.head_dim.div_ceil(64));
-    let value_panels = comptime!(blueprint.value_dim.div_ceil(64));
-    let panel = comptime!(block_q * 64);
-    let row = (block * comptime!(block_q as u32)) as i32;
-    full.arrive_and_expect_tx(
-        1,
-        comptime!(((key_panels + value_panels) * panel * 2 + 3 * block_q * 4) as u32),
-    );
-    load_rows(
-        full,
-        query,
-        query_tiles,
-        comptime!(stage * key_panels * panel).runtime(),
-        batch as i32,
-        head as i32,
-        row,
-        key_panels,
-        panel,
-    );
-    full.tma_load_3d(
-        statistics,
-        &mut statistic_tiles[comptime!(stage * blueprint.statistics())
-            ..comptime!((stage + 1) * blueprint.statistics())],
-        (batch * geometry.heads) as i32 + head as i32,
-        0i32,
-        row,
-    );
-    load_rows(
-        full,
-        output_gradient,
-        gradient_tiles,
-        comptime!(stage * value_panels * panel).runtime(),
-        batch as i32,
-        head as i32,
-        row,
-        value_panels,
-        panel,
-    );
+    if stage == 0 {
+        full_0.wait_parity(phase);
+    } else {
+        full_1.wait_parity(phase);
+    }
 }

@@ -7,9 +7,10 @@ use super::careful::{add_careful, non_finite};
 use super::gradient::{Position, gradients_by_query, probabilities_by_query, store_sums};
 use super::gradient_blueprint::GradientBlueprint;
 use super::instructions::*;
-use super::pipeline::{load_rows, load_stage, release, row_of};
+use super::pipeline::{load_owned, load_stage, release, row_of, wait_stage};
+use super::products::{column_descriptor, dot_product, row_descriptor, value_product};
 use super::statistics::load_statistics;
-use crate::schedule::{Geometry, keys_of_block, wholly_visible};
+use crate::schedule::{Geometry, Seat, keys_of_block, wholly_visible};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
@@ -57,11 +58,9 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>
     if CUBE_POS >= blocks * heads {
         terminate!();
     }
-    let first_head = CUBE_POS / (blocks * section) * section;
-    let width = select(heads - first_head < section, heads - first_head, section);
-    let place = CUBE_POS - first_head * blocks;
-    let batch_head = first_head + place % width;
-    let first_query = ((blocks - 1 - place / width) * block_q) as i32;
+    let seat = Seat::of(CUBE_POS, blocks, heads, section);
+    let batch_head = seat.batch_head;
+    let first_query = ((blocks - 1 - seat.block()) * block_q) as i32;
     let batch = batch_head / geometry.heads;
     let head = batch_head % geometry.heads;
     let kv_head = (head / geometry.group) as i32;
@@ -115,31 +114,16 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>
 
     if elected {
         if count > 0 {
-            owned_full.arrive_and_expect_tx(
-                1,
-                comptime!(((key_panels + value_panels) * owned_panel * 2) as u32),
-            );
-            load_rows(
+            load_owned(
                 &owned_full,
                 query,
-                &mut query_tile,
-                0usize,
-                batch as i32,
-                head as i32,
-                first_query,
-                key_panels,
-                owned_panel,
-            );
-            load_rows(
-                &owned_full,
                 output_gradient,
+                &mut query_tile,
                 &mut gradient_tile,
-                0usize,
-                batch as i32,
-                head as i32,
+                batch,
+                head,
                 first_query,
-                value_panels,
-                owned_panel,
+                blueprint,
             );
             let row = ((end_block - 1) * comptime!(block_kv as u32)) as i32;
             load_stage(
@@ -224,11 +208,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>
         let first_kv = (block * comptime!(block_kv as u32)) as i32;
         let next_value = first_kv - comptime!((value_stages * block_kv) as i32);
         let more_values = n + comptime!(value_stages as u32) < count;
-        if stage == 0 {
-            key_full_0.wait_parity(phase);
-        } else {
-            key_full_1.wait_parity(phase);
-        }
+        wait_stage(stage, phase, &key_full_0, &key_full_1);
         if block >= own_first && block < own_end {
             let value_at = value_address + value_turn * comptime!((value_stage * 2) as u32);
             let dots = dot_product::<S>(
@@ -277,11 +257,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>
                     );
                 }
             }
-            if value_turn == 0 {
-                value_full_0.wait_parity(value_phase);
-            } else {
-                value_full_1.wait_parity(value_phase);
-            }
+            wait_stage(value_turn, value_phase, &value_full_0, &value_full_1);
             let products = dot_product::<S>(
                 row_descriptor(gradient_address),
                 row_descriptor(value_at),
@@ -342,11 +318,7 @@ pub(crate) fn query_gradient_kernel<E: Float, M: Int, S: Size, P: Size, O: Size>
                 );
             }
         } else {
-            if value_turn == 0 {
-                value_full_0.wait_parity(value_phase);
-            } else {
-                value_full_1.wait_parity(value_phase);
-            }
+            wait_stage(value_turn, value_phase, &value_full_0, &value_full_1);
             release(
                 done_address + 8 + value_turn * 4,
                 lane,

@@ -37,6 +37,9 @@ pub(crate) struct RowEnd {
     pub inverse: f32,
 }
 
+/// Rows are rescaled once a probability would pass 2 to this: no more, for `f16`.
+const SLACK: f32 = 8.0;
+
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
 const LN_2: f32 = std::f32::consts::LN_2;
 
@@ -68,9 +71,30 @@ impl RowPair {
         self.sum_1 = 0.0f32;
     }
 
+    /// Takes in the maxima of a block. Where a row outgrew its base, bases, sums and output are brought up
+    /// to the maxima.
+    pub fn take_in<S: Size, O: Size>(
+        &mut self,
+        scores: Vector<f32, S>,
+        output: &mut Vector<f32, O>,
+        #[comptime] blueprint: ForwardBlueprint,
+    ) {
+        let growth = self.grow::<S>(scores, blueprint);
+        if plane_any(growth) {
+            let (a0, a1) = self.rescale();
+            #[unroll]
+            for j in 0..comptime!(blueprint.value_dim / 8) {
+                output.insert(4 * j, output.extract(4 * j) * a0);
+                output.insert(4 * j + 1, output.extract(4 * j + 1) * a0);
+                output.insert(4 * j + 2, output.extract(4 * j + 2) * a1);
+                output.insert(4 * j + 3, output.extract(4 * j + 3) * a1);
+            }
+        }
+    }
+
     /// Takes the maxima of a block in. Whether a row outgrew its base: probabilities would pass
-    /// 2^`blueprint.slack`.
-    pub fn grow<S: Size>(
+    /// 2^[`SLACK`].
+    fn grow<S: Size>(
         &mut self,
         scores: Vector<f32, S>,
         #[comptime] blueprint: ForwardBlueprint,
@@ -94,12 +118,11 @@ impl RowPair {
         high_1 = max(high_1, plane_shuffle_xor(high_1, 2u32));
         self.top_0 = high_0;
         self.top_1 = high_1;
-        let slack = comptime!(blueprint.slack as f32);
-        (high_0 - self.base_0) * self.factor > slack || (high_1 - self.base_1) * self.factor > slack
+        (high_0 - self.base_0) * self.factor > SLACK || (high_1 - self.base_1) * self.factor > SLACK
     }
 
     /// Moves the bases up to the maxima; what earlier sums are worth now.
-    pub fn rescale(&mut self) -> (f32, f32) {
+    fn rescale(&mut self) -> (f32, f32) {
         // The difference of a first maximum may overflow, and infinity times a factor of 0 is NaN.
         let a0 = exp2(max(self.base_0 - self.top_0, lowest()) * self.factor);
         let a1 = exp2(max(self.base_1 - self.top_1, lowest()) * self.factor);

@@ -20,6 +20,7 @@
 
 use super::gradient_blueprint::GradientBlueprint;
 use super::instructions::*;
+use super::products::{CLOSE, OPEN, column_descriptor, registers, row_descriptor};
 use super::turns::errands_text;
 use cubecl::prelude::*;
 
@@ -226,27 +227,38 @@ impl GradientBlueprint {
     }
 }
 
-/// A step of [`GradientBlueprint::step`].
+/// Where a step's tiles lie, and its statistics; `store` is where `dS` goes.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct StepPlaces {
+    pub key: u32,
+    pub value: u32,
+    pub query: u32,
+    pub gradient: u32,
+    pub statistics: u32,
+    pub store: u32,
+}
+
+/// A step of [`GradientBlueprint::step`]; panels of walked rows are `panel` bytes.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub(crate) fn step_product<G: Size>(
     sums: Vector<f32, G>,
-    key: u64,
-    value: u64,
-    query_rows: u64,
-    query_columns: u64,
-    gradient_rows: u64,
-    gradient_columns: u64,
-    statistics: u32,
-    store: u32,
+    at: StepPlaces,
     scale: f32,
     errands: u32,
+    #[comptime] panel: usize,
     #[comptime] body: String,
 ) -> Vector<f32, G> {
+    let key = row_descriptor(at.key);
+    let value = row_descriptor(at.value);
+    let query_rows = row_descriptor(at.query);
+    let query_columns = column_descriptor(at.query, panel);
+    let gradient_rows = row_descriptor(at.gradient);
+    let gradient_columns = column_descriptor(at.gradient, panel);
     let errands = by_value::<u32>(errands);
     let c = by_value::<Vector<f32, G>>(sums);
-    let statistics = by_value::<u32>(statistics);
-    let store = by_value::<u32>(store);
+    let statistics = by_value::<u32>(at.statistics);
+    let store = by_value::<u32>(at.store);
     let scale = by_value::<f32>(scale);
     let sum: Vector<f32, G>;
     gpu_asm!(

@@ -1,18 +1,5 @@
 //! Tiles of the query gradient on their way from shared memory to the sums that every cube of a head
-//! adds to, and the order of those additions.
-//!
-//! Sums of floats depend on their order. Where they have to be the same every time, every tile of the sums
-//! counts the blocks of keys that have been added to it, and a cube adds its own when the count says that
-//! those before are in.
-//!
-//! No cube waits for one that may never start, whatever order the device starts cubes in. Cubes draw their
-//! numbers when they start. Numbers give the blocks of keys of a head in ascending order, and a cube waits
-//! for blocks before its own only: for lower numbers, whose cubes have started. They add to every tile
-//! that both add to, for the keys that a block of queries sees lie without gaps. So the cube of the lowest
-//! number at work waits for nobody and comes to its end.
-//!
-//! Nor do cubes wait long: all walk the queries in one direction, so that a cube which starts later, or
-//! has waited once, stays behind those before.
+//! adds to, and the counters that tell a tile's turn ([`crate::turns`]).
 
 use super::instructions::{by_value, load_shared_wide, store_shared};
 use cubecl::prelude::*;

@@ -2,73 +2,17 @@
 //! its values, then the next block.
 
 use super::arrivals::{barrier_arrive, barrier_wait};
+use super::block::{Places, Sight, add_careful_values, column_of, non_finite_values};
 use super::blueprint::ForwardBlueprint;
-use super::careful::{add_careful, non_finite};
 use super::instructions::*;
-use super::output::{Chunk, store_rows};
+use super::output::{Chunk, store_tile};
 use super::pipeline::row_of;
+use super::products::{column_descriptor, dot_product, row_descriptor, value_product};
 use super::softmax::{RowPair, banded_scores, masked_scores, probabilities};
 use super::tiles::*;
-use crate::schedule::{Geometry, keys_of_all, keys_of_block};
+use crate::schedule::Geometry;
 use crate::score::band_row;
 use cubecl::prelude::*;
-
-/// Where a cube's tiles and barriers lie in shared memory. Barriers are those of every warpgroup's queries,
-/// then of stages of keys, then of stages of values: that they are there (`full`), and that every plane
-/// which reads them is done with them (`free`).
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(crate) struct Places {
-    pub full: u32,
-    pub free: u32,
-    pub queries: u32,
-    pub keys: u32,
-    pub values: u32,
-}
-
-/// The blocks of keys that some of a warpgroup's queries see, and those that all do.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(crate) struct Sight {
-    some_first: u32,
-    pub some_end: u32,
-    all_first: u32,
-    all_end: u32,
-}
-
-#[cube]
-impl Sight {
-    pub fn new(
-        geometry: &Geometry,
-        first_query: i32,
-        #[comptime] blueprint: ForwardBlueprint,
-    ) -> Sight {
-        let block_kv = comptime!(blueprint.block_kv as u32);
-        let some = keys_of_block(geometry, first_query, 64usize, true);
-        let mut some_end = (some.end as u32).div_ceil(block_kv);
-        if first_query >= geometry.seq_q {
-            some_end = 0u32;
-        }
-        let all = keys_of_all(geometry, first_query, 64usize);
-        Sight {
-            some_first: some.first as u32 / block_kv,
-            some_end,
-            all_first: (all.first as u32).div_ceil(block_kv),
-            all_end: all.end as u32 / block_kv,
-        }
-    }
-
-    /// Whether some query sees some key of the block.
-    pub fn reaches(&self, block: u32) -> bool {
-        block >= self.some_first && block < self.some_end
-    }
-
-    /// Whether some of the queries do not see a key of the block because it lies before those that they
-    /// see, or because it lies behind.
-    pub fn edges(&self, block: u32) -> (bool, bool) {
-        (block < self.all_first, block >= self.all_end)
-    }
-}
 
 /// Walks the tiles of the cube and writes their rows.
 #[cube]
@@ -87,8 +31,8 @@ pub(crate) fn walk<E: Float, M: Int, S: Size, P: Size, O: Size>(
     let warpgroups = comptime!(blueprint.warpgroups);
     let stages = comptime!(blueprint.stages);
     let query_stages = comptime!(blueprint.query_stages);
-    let first_key = comptime!(query_stages * warpgroups);
-    let first_value = comptime!(first_key + stages);
+    let first_key = comptime!(blueprint.first_key());
+    let first_value = comptime!(blueprint.first_value());
     let score_body = comptime!(blueprint.products().scores(blueprint.score_registers()));
     let value_body = comptime!(blueprint.products().values(
         blueprint.output_registers(),
@@ -120,8 +64,8 @@ pub(crate) fn walk<E: Float, M: Int, S: Size, P: Size, O: Size>(
             let mut way = 2u32;
             if mine {
                 let mut scores = dot_product::<S>(
-                    row_descriptor(places.queries + own * comptime!(blueprint.own_queries())),
-                    row_descriptor(places.keys + stage * comptime!(blueprint.key_stage())),
+                    row_descriptor(places.queries_at(own, blueprint)),
+                    row_descriptor(places.keys_at(stage, blueprint)),
                     comptime!(score_body.clone()),
                 );
                 done_with_scores(
@@ -136,8 +80,7 @@ pub(crate) fn walk<E: Float, M: Int, S: Size, P: Size, O: Size>(
                 if edge {
                     let unit = unit_again();
                     let row = own_query + row_of(unit);
-                    let column =
-                        (block * comptime!(blueprint.block_kv as u32) + (unit % 4) * 2) as i32;
+                    let column = column_of(unit, block, blueprint);
                     if banded {
                         scores = banded_scores::<S>(
                             scores,
@@ -162,28 +105,12 @@ pub(crate) fn walk<E: Float, M: Int, S: Size, P: Size, O: Size>(
                         );
                     }
                 }
-                let growth = rows.grow::<S>(scores, blueprint);
-                if plane_any(growth) {
-                    let (a0, a1) = rows.rescale();
-                    #[unroll]
-                    for j in 0..comptime!(blueprint.value_dim / 8) {
-                        acc.insert(4 * j, acc.extract(4 * j) * a0);
-                        acc.insert(4 * j + 1, acc.extract(4 * j + 1) * a0);
-                        acc.insert(4 * j + 2, acc.extract(4 * j + 2) * a1);
-                        acc.insert(4 * j + 3, acc.extract(4 * j + 3) * a1);
-                    }
-                }
+                rows.take_in::<S, O>(scores, &mut acc, blueprint);
                 p = probabilities::<S, P>(scores, &mut rows, blueprint);
                 barrier_wait(places.full + (first_value + stage) * 8, phase);
                 way = 0u32;
                 if edge {
-                    way = non_finite(
-                        places.values + stage * comptime!(blueprint.value_stage()),
-                        blueprint.block_kv,
-                        blueprint.value_dim,
-                        blueprint.warpgroups,
-                        comptime!(blueprint.element()),
-                    );
+                    way = non_finite_values(places.values_at(stage, blueprint), blueprint);
                 }
             } else {
                 done_with_scores(
@@ -200,21 +127,17 @@ pub(crate) fn walk<E: Float, M: Int, S: Size, P: Size, O: Size>(
                         acc,
                         p,
                         column_descriptor(
-                            places.values + stage * comptime!(blueprint.value_stage()),
+                            places.values_at(stage, blueprint),
                             comptime!(blueprint.panel()),
                         ),
                         comptime!(value_body.clone()),
                     );
                 } else {
-                    acc = add_careful::<P, O>(
+                    acc = add_careful_values::<P, O>(
                         acc,
                         p,
-                        places.values + stage * comptime!(blueprint.value_stage()),
-                        unit_again() % 32,
-                        0usize,
-                        blueprint.block_kv,
-                        blueprint.value_dim,
-                        comptime!(blueprint.element()),
+                        places.values_at(stage, blueprint),
+                        blueprint,
                     );
                     sync_plane();
                 }
@@ -225,13 +148,12 @@ pub(crate) fn walk<E: Float, M: Int, S: Size, P: Size, O: Size>(
             walked += 1;
             left -= 1;
         }
-        // Found out again, so that no register holds it all along.
-        let tile = tile_of(geometry, again(t), section, blueprint);
-        store_rows::<O>(
+        // The tile is found out again, so that no register holds it all along.
+        store_tile::<O>(
             acc,
             &rows,
-            (tile.batch * geometry.heads as u32 + tile.head) as usize,
-            tile.first_query + (agreed(unit_again() / 32) / 4 * 64) as i32,
+            again(t),
+            section,
             output,
             statistics,
             geometry,

@@ -2,8 +2,9 @@
 //! numbers at once through shared memory, and named barriers that not everyone waits at.
 
 use super::gradient_blueprint::GradientBlueprint;
-use super::instructions::{by_value, load_shared, row_descriptor, unit_again};
+use super::instructions::{by_value, load_shared, unit_again};
 use super::pipeline::row_of;
+use super::products::{registers, row_descriptor};
 use cubecl::prelude::*;
 
 /// Scores of 64 owned rows with a block of walked ones over `dim` features, as text: operands are the
@@ -16,10 +17,6 @@ pub(crate) fn held_scores(blueprint: &GradientBlueprint, dim: usize) -> String {
         blueprint.element(),
         blueprint.score_registers(),
     );
-    let registers = |from: usize, count: usize| {
-        let names: Vec<String> = (from..from + count).map(|i| format!("%{i}")).collect();
-        format!("{{{}}}", names.join(","))
-    };
     let results = registers(0, n / 2);
     let mut text = format!(
         "{{ .reg .pred p0, p1; .reg .b64 a, b; .reg .b32 al, ah, bl, bh, l;\n\
@@ -108,12 +105,12 @@ pub(crate) fn load_shared_quad(address: u32) -> Vector<f32, Const<4>> {
 
 /// Lets those of `units` go on that wait at named barrier `id`, once all the others came.
 #[cube]
-pub(crate) fn barrier_arrive(#[comptime] id: u32, #[comptime] units: u32) {
+pub(crate) fn named_arrive(#[comptime] id: u32, #[comptime] units: u32) {
     gpu_asm!("barrier.cta.arrive.aligned {id}, {units};");
 }
 
 /// Waits at named barrier `id` until all of `units` came.
 #[cube]
-pub(crate) fn barrier_wait(#[comptime] id: u32, #[comptime] units: u32) {
+pub(crate) fn named_wait(#[comptime] id: u32, #[comptime] units: u32) {
     gpu_asm!("barrier.cta.sync.aligned {id}, {units};");
 }

@@ -5,7 +5,7 @@
 
 use super::gradient_blueprint::GradientBlueprint;
 use super::instructions::load_shared;
-use super::pipeline::{load_rows, load_stage, retire};
+use super::pipeline::{Walked, load_rows, load_stage, retire};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
@@ -49,6 +49,37 @@ impl Layout {
     }
 }
 
+/// A cube's shared memory: the three slices, and barriers that tell when tiles are there.
+#[derive(CubeType)]
+pub(crate) struct Memory<E: Float> {
+    pub tiles: Shared<[E]>,
+    pub numbers: Shared<[f32]>,
+    pub words: Shared<[u32]>,
+    pub key_full: Shared<Barrier>,
+    pub value_full: Shared<Barrier>,
+    pub query_full_0: Shared<Barrier>,
+    pub query_full_1: Shared<Barrier>,
+    pub gradient_full_0: Shared<Barrier>,
+    pub gradient_full_1: Shared<Barrier>,
+}
+
+/// The memory, not filled yet.
+#[cube]
+pub(crate) fn memory<E: Float>(#[comptime] blueprint: GradientBlueprint) -> Memory<E> {
+    let layout = comptime!(Layout::new(&blueprint));
+    Memory::<E> {
+        tiles: Shared::new_aligned_slice(comptime!(layout.elements), 1024usize),
+        numbers: Shared::new_aligned_slice(comptime!(layout.numbers), 128usize),
+        words: Shared::new_slice(comptime!(WORDS)),
+        key_full: Barrier::shared_uninit(),
+        value_full: Barrier::shared_uninit(),
+        query_full_0: Barrier::shared_uninit(),
+        query_full_1: Barrier::shared_uninit(),
+        gradient_full_0: Barrier::shared_uninit(),
+        gradient_full_1: Barrier::shared_uninit(),
+    }
+}
+
 /// Words that count how many planes are done with a stage: of queries (0, 1), of output gradients.
 pub(crate) const GRADIENTS_DONE: usize = 2;
 /// Words that wait for whoever asks, so that no register holds them all along.
@@ -62,15 +93,6 @@ pub(crate) const WORDS: usize = 7;
 #[cube]
 pub(crate) fn word(words: u32, #[comptime] n: usize) -> u32 {
     load_shared(words + comptime!((n * 4) as u32))
-}
-
-/// A block of the queries of a head.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(crate) struct Walked {
-    pub batch: usize,
-    pub head: u32,
-    pub block: u32,
 }
 
 /// What the cube walks two blocks later.
@@ -91,16 +113,13 @@ fn after_next(walked: Walked, words: u32) -> Walked {
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn release_queries<E: Float>(
+    memory: &mut Memory<E>,
     words: u32,
     more: bool,
     stage: u32,
     walked: Walked,
-    full_0: &Shared<Barrier>,
-    full_1: &Shared<Barrier>,
     query: &TensorMap<E, Tiled>,
     statistics: &TensorMap<f32, Tiled>,
-    tiles: &mut Shared<[E]>,
-    numbers: &mut Shared<[f32]>,
     heads: usize,
     #[comptime] blueprint: GradientBlueprint,
 ) {
@@ -108,13 +127,9 @@ pub(crate) fn release_queries<E: Float>(
     if retire(words + stage * 4, UNIT_POS % 32, more, last_plane) {
         let next = after_next(walked, words);
         if stage == 0 {
-            load_queries(
-                full_0, query, statistics, tiles, numbers, 0usize, next, heads, blueprint,
-            );
+            load_queries(memory, 0usize, next, query, statistics, heads, blueprint);
         } else {
-            load_queries(
-                full_1, query, statistics, tiles, numbers, 1usize, next, heads, blueprint,
-            );
+            load_queries(memory, 1usize, next, query, statistics, heads, blueprint);
         }
     }
     sync_plane();
@@ -124,14 +139,12 @@ pub(crate) fn release_queries<E: Float>(
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn release_gradients<E: Float>(
+    memory: &mut Memory<E>,
     words: u32,
     more: bool,
     stage: u32,
     walked: Walked,
-    full_0: &Shared<Barrier>,
-    full_1: &Shared<Barrier>,
     output_gradient: &TensorMap<E, Tiled>,
-    tiles: &mut Shared<[E]>,
     #[comptime] blueprint: GradientBlueprint,
 ) {
     let last_plane = comptime!(blueprint.warpgroups * 4 - 1);
@@ -139,9 +152,9 @@ pub(crate) fn release_gradients<E: Float>(
     if retire(counter, UNIT_POS % 32, more, last_plane) {
         let next = after_next(walked, words);
         if stage == 0 {
-            load_gradients(full_0, output_gradient, tiles, 0usize, next, blueprint);
+            load_gradients(memory, 0usize, next, output_gradient, blueprint);
         } else {
-            load_gradients(full_1, output_gradient, tiles, 1usize, next, blueprint);
+            load_gradients(memory, 1usize, next, output_gradient, blueprint);
         }
     }
     sync_plane();
@@ -151,16 +164,19 @@ pub(crate) fn release_gradients<E: Float>(
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn load_queries<E: Float>(
-    full: &Shared<Barrier>,
-    query: &TensorMap<E, Tiled>,
-    statistics: &TensorMap<f32, Tiled>,
-    tiles: &mut Shared<[E]>,
-    numbers: &mut Shared<[f32]>,
+    memory: &mut Memory<E>,
     #[comptime] stage: usize,
     walked: Walked,
+    query: &TensorMap<E, Tiled>,
+    statistics: &TensorMap<f32, Tiled>,
     heads: usize,
     #[comptime] blueprint: GradientBlueprint,
 ) {
+    let full = if comptime!(stage == 0) {
+        &memory.query_full_0
+    } else {
+        &memory.query_full_1
+    };
     let layout = comptime!(Layout::new(&blueprint));
     let row = (walked.block * comptime!(blueprint.walked as u32)) as i32;
     let statistic_stage = comptime!(blueprint.statistics());
@@ -170,7 +186,8 @@ pub(crate) fn load_queries<E: Float>(
     );
     full.tma_load_3d(
         statistics,
-        &mut numbers[comptime!(stage * statistic_stage)..comptime!((stage + 1) * statistic_stage)],
+        &mut memory.numbers
+            [comptime!(stage * statistic_stage)..comptime!((stage + 1) * statistic_stage)],
         (walked.batch * heads) as i32 + walked.head as i32,
         0i32,
         row,
@@ -178,7 +195,7 @@ pub(crate) fn load_queries<E: Float>(
     load_rows(
         full,
         query,
-        tiles,
+        &mut memory.tiles,
         comptime!(layout.query + stage * layout.query_stage).runtime(),
         walked.batch as i32,
         walked.head as i32,
@@ -191,18 +208,22 @@ pub(crate) fn load_queries<E: Float>(
 /// Asks for a block of output gradients to `stage`.
 #[cube]
 pub(crate) fn load_gradients<E: Float>(
-    full: &Shared<Barrier>,
-    output_gradient: &TensorMap<E, Tiled>,
-    tiles: &mut Shared<[E]>,
+    memory: &mut Memory<E>,
     #[comptime] stage: usize,
     walked: Walked,
+    output_gradient: &TensorMap<E, Tiled>,
     #[comptime] blueprint: GradientBlueprint,
 ) {
+    let full = if comptime!(stage == 0) {
+        &memory.gradient_full_0
+    } else {
+        &memory.gradient_full_1
+    };
     let layout = comptime!(Layout::new(&blueprint));
     load_stage(
         full,
         output_gradient,
-        tiles,
+        &mut memory.tiles,
         comptime!(layout.gradient + stage * layout.gradient_stage).runtime(),
         walked.batch as i32,
         walked.head as i32,

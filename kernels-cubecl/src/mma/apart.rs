@@ -10,8 +10,10 @@
 //! stay whole: what two neighbouring chunks have at the same place becomes a pair, so the even ones of
 //! eight features are put into one chunk and the odd ones into the next, once.
 
-use super::fragment::{Chunk, Pair, Place, Registers, by_value, chunks, load_by_assembly, pitch};
-use super::split::{Right, load_numbers, parts};
+use super::fragment::{Chunk, Pair, Place, Registers, chunks, load_by_assembly, pitch};
+use super::instructions::by_value;
+use super::split::{Right, parts};
+use super::split_products::load_numbers;
 use crate::unit::unit_again;
 use cubecl::prelude::*;
 

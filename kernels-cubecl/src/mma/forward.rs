@@ -1,14 +1,16 @@
 //! The forward kernel: one cube for each block of queries of a head.
 
-use super::blueprint::Config;
+use super::config::Config;
 use super::fragment::{
-    Accumulator, CHUNK, Chunk, Pair, Registers, Side, add_weighted_rows, along_columns, along_rows,
-    along_sums, dot_products, further, pitch, place_again, round_pair, zeros,
+    Accumulator, Chunk, Pair, Registers, Side, along_columns, along_rows, along_sums, further,
+    place_again, zeros,
 };
 use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
+use super::products::{add_weighted_rows, dot_products};
+use super::rows::{share_rows, store_rows};
+use super::scores::{Position, finish_scores};
 use super::softmax::{
-    Position, exponent_factor, exponentials, finish_scores, no_statistics, raise_maximum,
-    references, row_result,
+    exponent_factor, exponentials, no_statistics, raise_maximum, references, row_result,
 };
 use super::stage::{await_copies, issue, land, round_first, rows_of, stage_first};
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
@@ -61,11 +63,7 @@ pub(crate) fn forward_kernel<E: Float, B: Float, M: Int, N: Size>(
     let mut queries = Shared::<[Chunk<E>]>::new_aligned_slice(comptime!(block_q * widest), 16usize);
     // With two stages a block's keys and values arrive while the one before is worked on; with one
     // they take turns: values arrive during the first product, the next keys during the second.
-    let stages = comptime!(if config.asynchronous && config.vector == CHUNK {
-        blocks.stages
-    } else {
-        1
-    });
+    let stages = comptime!(blocks.stages);
     let twice = comptime!(stages == 2);
     let key_slot = comptime!(block_kv * key_pitch);
     let value_slot = comptime!(block_kv * value_pitch);
@@ -397,83 +395,5 @@ fn scale_rows(
     for n in 0..count {
         let tile = out.index_mut(comptime!(first + n));
         tile[half] *= Pair::new(factor);
-    }
-}
-
-/// Writes the warp's accumulators to a shared tile, in the input type.
-#[cube]
-pub(crate) fn share_rows<E: Float>(
-    out: &Sequence<Accumulator>,
-    tile: &mut Shared<[Chunk<E>]>,
-    first: usize,
-    #[comptime] row_tiles: usize,
-    #[comptime] dim: usize,
-    #[comptime] config: Config,
-) {
-    let lane = UNIT_POS_PLANE as usize;
-    let pairs = tile.as_mut_slice().with_vector_size_mut::<Const<2>>();
-    let tiles = comptime!(config.tiles(dim));
-    #[unroll]
-    for r in 0..row_tiles {
-        #[unroll]
-        for half in 0..2usize {
-            let row = first + comptime!(16 * r + 8 * half) + lane / 4;
-            let at = row * comptime!(4 * config.pitch(dim));
-            #[unroll]
-            for n in 0..tiles {
-                let pair = out.index(comptime!(r * tiles + n))[half];
-                if comptime!(config.halved()) {
-                    #[unroll]
-                    for c in 0..2usize {
-                        let word = u32::reinterpret(pair.extract(c));
-                        pairs[at + lane % 4 * 2 + comptime!(8 * n + c)] =
-                            Pair::<E>::reinterpret(word);
-                    }
-                } else {
-                    pairs[at + lane % 4 + comptime!(4 * n)] =
-                        Pair::<E>::reinterpret(round_pair::<E>(pair, config.instructions()));
-                }
-            }
-        }
-    }
-}
-
-/// Writes the rows of a shared tile to a packed result, as far as there are rows and features.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn store_rows<E: Float, N: Size>(
-    tile: &Shared<[Chunk<E>]>,
-    result: &mut [Vector<E, N>],
-    first_row: usize,
-    first: i32,
-    count: i32,
-    #[comptime] rows: usize,
-    #[comptime] dim: usize,
-    #[comptime] config: Config,
-) {
-    let dim = comptime!(config.staged(dim));
-    let width = comptime!(dim.div_ceil(CHUNK));
-    let units = comptime!(config.blocks.units());
-    let vector = comptime!(config.vector);
-    for n in 0..comptime!((rows * width).div_ceil(units)) {
-        let index = n * units + UNIT_POS as usize;
-        let row = index / width;
-        let chunk = index % width;
-        let i = first + row as i32;
-        if index < comptime!(rows * width) && i < count {
-            let read = tile[row * comptime!(pitch(dim)) + chunk];
-            let at = (first_row + i as usize) * dim + chunk * CHUNK;
-            #[unroll]
-            for part in 0..comptime!(CHUNK / vector) {
-                if comptime!(vector == CHUNK) || chunk * CHUNK + comptime!(part * vector) < dim {
-                    let mut written = Vector::<E, N>::new(E::from_int(0));
-                    #[unroll]
-                    for e in 0..vector {
-                        written.insert(e, read.extract(comptime!(part * vector + e)));
-                    }
-                    result[at / vector + part] = written;
-                }
-            }
-        }
     }
 }

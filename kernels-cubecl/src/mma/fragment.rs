@@ -1,12 +1,12 @@
 //! Register fragments of the `m16n8k16` product: how they are loaded from shared tiles and
-//! multiplied.
+//! multiplied, one block by another.
 //!
 //! A tile in shared memory is a row-major matrix of 16-byte chunks whose pitch is odd, so that the
 //! eight rows which `ldmatrix` reads together always lie in eight different groups of banks.
 //! Every offset but one base a lane and tile is a constant.
 
-use super::split::{add_split_rows, lane_along_split_columns, split_dot_products};
-use super::tf32::{Ties, add_tf32_rows, as_operand, tf32_dot_products};
+use super::instructions::{Instructions, by_value, shared_address};
+use super::split_products::lane_along_split_columns;
 use crate::unit::{lane, unit};
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
@@ -278,11 +278,17 @@ pub(crate) fn sums_of(upper: Pair<f32>, lower: Pair<f32>) -> Vector<f32, Const<4
 pub(crate) fn set_sums(tile: &mut Accumulator, sums: Vector<f32, Const<4>>) {
     #[unroll]
     for half in 0..2usize {
-        let mut pair = Pair::<f32>::new(0.0f32);
-        pair.insert(0usize, sums.extract(comptime!(2 * half)));
-        pair.insert(1usize, sums.extract(comptime!(2 * half + 1)));
-        tile[half] = pair;
+        tile[half] = half_of(sums, half);
     }
+}
+
+/// One half of the four sums of a lane.
+#[cube]
+pub(crate) fn half_of(sums: Vector<f32, Const<4>>, #[comptime] half: usize) -> Pair<f32> {
+    let mut pair = Pair::<f32>::new(0.0f32);
+    pair.insert(0usize, sums.extract(comptime!(2 * half)));
+    pair.insert(1usize, sums.extract(comptime!(2 * half + 1)));
+    pair
 }
 
 #[cube]
@@ -314,318 +320,6 @@ pub(crate) fn zeros(#[comptime] count: usize) -> Sequence<Accumulator> {
         out.push(tile);
     }
     out
-}
-
-/// `A B^T` over features: rows of both operands lie in shared memory. The result is
-/// `row_tiles x column_tiles` accumulators.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn dot_products<E: Float>(
-    a: &Shared<[Chunk<E>]>,
-    a_place: Place,
-    b: &Shared<[Chunk<E>]>,
-    b_place: Place,
-    #[comptime] row_tiles: usize,
-    #[comptime] column_tiles: usize,
-    #[comptime] dim: usize,
-    #[comptime] instructions: Instructions,
-) -> Sequence<Accumulator> {
-    let mut out = zeros(comptime!(row_tiles * column_tiles));
-    let pitch = comptime!(pitch(dim));
-    let steps = comptime!(if instructions.numbers() {
-        0
-    } else {
-        dim.div_ceil(16)
-    });
-    if comptime!(instructions.splits()) {
-        split_dot_products(
-            &mut out,
-            a,
-            a_place,
-            b_place,
-            row_tiles,
-            column_tiles,
-            dim,
-            instructions,
-        );
-    } else if comptime!(instructions.numbers()) {
-        tf32_dot_products(
-            &mut out,
-            a,
-            a_place,
-            b_place,
-            row_tiles,
-            column_tiles,
-            dim,
-            instructions,
-        );
-    }
-    #[unroll]
-    for k in 0..steps {
-        let mut rows = Sequence::<Registers>::new();
-        #[unroll]
-        for r in 0..row_tiles {
-            rows.push(load_block(
-                a,
-                a_place,
-                comptime!(r * 16 * pitch + 2 * k),
-                false,
-                instructions,
-            ));
-        }
-        #[unroll]
-        for n in 0..comptime!(column_tiles / 2) {
-            let columns = load_block(
-                b,
-                b_place,
-                comptime!(n * 16 * pitch + 2 * k),
-                false,
-                instructions,
-            );
-            #[unroll]
-            for r in 0..row_tiles {
-                multiply_block::<E>(
-                    &mut out,
-                    *rows.index(r),
-                    columns,
-                    comptime!(r * column_tiles + 2 * n),
-                    instructions,
-                );
-            }
-        }
-    }
-    out
-}
-
-/// Sums of an earlier product as the left operand of the next, rounded to the input type:
-/// `row_tiles x weight_tiles / 2` fragments, or one of each accumulator where operands are `f32`.
-///
-/// Two accumulators side by side hold what the four registers of an `A` fragment hold: nothing
-/// moves between lanes.
-#[cube]
-pub(crate) fn as_weights<E: Float>(
-    sums: &Sequence<Accumulator>,
-    #[comptime] row_tiles: usize,
-    #[comptime] weight_tiles: usize,
-    #[comptime] instructions: Instructions,
-) -> Sequence<Registers> {
-    let mut weights = Sequence::<Registers>::new();
-    #[unroll]
-    for r in 0..row_tiles {
-        #[unroll]
-        for k in 0..comptime!(weight_tiles / 2) {
-            if comptime!(instructions.numbers()) {
-                #[unroll]
-                for step in 0..2usize {
-                    let tile = sums.index(comptime!(r * weight_tiles + 2 * k + step));
-                    weights.push(as_operand(tile[0], tile[1], instructions));
-                }
-            } else {
-                let mut registers = Registers::new(0u32);
-                #[unroll]
-                for n in 0..4usize {
-                    let tile = sums.index(comptime!(r * weight_tiles + 2 * k + n / 2));
-                    registers.insert(n, round_pair::<E>(tile[comptime!(n % 2)], instructions));
-                }
-                weights.push(by_value::<Registers>(registers));
-            }
-        }
-    }
-    weights
-}
-
-/// `out += W B`: the weights are [`as_weights`], the rows of `b` are summed over.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn weighted_sum<E: Float>(
-    out: &mut Sequence<Accumulator>,
-    weights: &Sequence<Registers>,
-    b: &Shared<[Chunk<E>]>,
-    b_place: Place,
-    #[comptime] row_tiles: usize,
-    #[comptime] weight_tiles: usize,
-    #[comptime] dim: usize,
-    #[comptime] instructions: Instructions,
-) {
-    #[unroll]
-    for k in 0..comptime!(weight_tiles / 2) {
-        let mut rows = Sequence::<Registers>::new();
-        #[unroll]
-        for r in 0..row_tiles {
-            let each = comptime!(instructions.fragments());
-            #[unroll]
-            for step in 0..each {
-                let at = comptime!((r * (weight_tiles / 2) + k) * each + step);
-                rows.push(*weights.index(at));
-            }
-        }
-        add_weighted_rows(out, &rows, b, b_place, row_tiles, k, dim, instructions);
-    }
-}
-
-/// The part of [`weighted_sum`] of rows `16 k .. 16 k + 16`.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn add_weighted_rows<E: Float>(
-    out: &mut Sequence<Accumulator>,
-    rows: &Sequence<Registers>,
-    b: &Shared<[Chunk<E>]>,
-    b_place: Place,
-    #[comptime] row_tiles: usize,
-    #[comptime] k: usize,
-    #[comptime] dim: usize,
-    #[comptime] instructions: Instructions,
-) {
-    let column_tiles = comptime!(if instructions.numbers() {
-        0
-    } else {
-        chunks(dim)
-    });
-    if comptime!(instructions.splits()) {
-        add_split_rows(out, rows, b_place, row_tiles, k, dim, instructions);
-    } else if comptime!(instructions.numbers()) {
-        add_tf32_rows(out, rows, b_place, row_tiles, k, dim, instructions);
-    }
-    #[unroll]
-    for n in 0..comptime!(column_tiles / 2) {
-        let columns = load_block(
-            b,
-            b_place,
-            comptime!(k * 16 * pitch(dim) + 2 * n),
-            true,
-            instructions,
-        );
-        #[unroll]
-        for r in 0..row_tiles {
-            multiply_block::<E>(
-                out,
-                *rows.index(r),
-                columns,
-                comptime!(r * column_tiles + 2 * n),
-                instructions,
-            );
-        }
-    }
-}
-
-/// Where the instructions come from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Instructions {
-    /// From the generator's own operations.
-    Generated,
-    /// From assembly text, for `f16`: constant offsets in the loads, no halves taken apart.
-    AssemblyF16,
-    /// From assembly text, for `bf16`.
-    AssemblyBF16,
-    /// From assembly text, for `f32`, in parts: see [`super::split`].
-    SplitF32 {
-        /// Right operands lie in shared memory in parts.
-        apart: bool,
-    },
-    /// From assembly text, for `f32` rounded to TF32: see [`super::tf32`].
-    Tf32 {
-        /// How numbers are rounded.
-        ties: Ties,
-        /// Right operands lie in shared memory as they are, and are rounded in registers.
-        columns: bool,
-    },
-}
-
-impl Instructions {
-    pub(crate) const fn assembly(self) -> bool {
-        !matches!(self, Instructions::Generated)
-    }
-
-    /// Whether operands are split into parts.
-    pub(crate) const fn splits(self) -> bool {
-        matches!(self, Instructions::SplitF32 { .. })
-    }
-
-    /// Whether right operands lie in shared memory in parts: see [`super::apart`].
-    pub(crate) const fn apart(self) -> bool {
-        matches!(self, Instructions::SplitF32 { apart: true })
-    }
-
-    /// Whether operands are `f32` numbers, a word each.
-    pub(crate) const fn numbers(self) -> bool {
-        self.splits() || self.ties().is_some()
-    }
-
-    /// How numbers are rounded to TF32, if they are.
-    pub(crate) const fn ties(self) -> Option<Ties> {
-        match self {
-            Instructions::Tf32 { ties, .. } => Some(ties),
-            _ => None,
-        }
-    }
-
-    /// The same, where right operands are not rounded to TF32 when they are loaded.
-    pub(crate) const fn rounding_columns(self) -> Self {
-        match self {
-            Instructions::Tf32 { ties, .. } => Instructions::Tf32 {
-                ties,
-                columns: true,
-            },
-            other => other,
-        }
-    }
-
-    /// Whether right operands are rounded to TF32 in registers.
-    pub(crate) const fn rounds_columns(self) -> bool {
-        matches!(self, Instructions::Tf32 { columns: true, .. })
-    }
-
-    /// Whether right operands lie in shared memory as whole numbers.
-    const fn whole_columns(self) -> bool {
-        self.numbers() && !self.apart()
-    }
-
-    /// Left fragments that 16 weights of each row make.
-    const fn fragments(self) -> usize {
-        if self.numbers() { 2 } else { 1 }
-    }
-
-    const fn element(self) -> &'static str {
-        match self {
-            Instructions::AssemblyF16 => "f16",
-            _ => "bf16",
-        }
-    }
-}
-
-/// Rounds to the nearest pair of the input type, one register.
-#[cube]
-pub(crate) fn round_pair<E: Float>(x: Pair<f32>, #[comptime] instructions: Instructions) -> u32 {
-    if comptime!(instructions.assembly()) {
-        let element = comptime!(instructions.element());
-        let low = by_value::<f32>(x.extract(0usize));
-        let high = by_value::<f32>(x.extract(1usize));
-        let packed: u32;
-        gpu_asm!(
-            "cvt.rn.{element}x2.f32 {packed}, {high}, {low};",
-            low = in(_) low, high = in(_) high, packed = out(_) packed, options(pure, nomem)
-        );
-        by_value::<u32>(packed)
-    } else {
-        u32::reinterpret(Pair::<E>::cast_from(x))
-    }
-}
-
-/// The value of a variable: assembly text takes a mutable variable by its address.
-#[cube]
-pub(crate) fn by_value<T: CubePrimitive>(x: T) -> T {
-    intrinsic!(|scope| x.read_value(scope).into())
-}
-
-/// The address of a place in shared memory.
-#[cube]
-pub(crate) fn shared_address<T: CubePrimitive>(pointer: *const T) -> u32 {
-    let address: u32;
-    gpu_asm!(
-        "{{ .reg .u64 wide; cvta.to.shared.u64 wide, {pointer}; cvt.u32.u64 {address}, wide; }}",
-        pointer = in(_) pointer, address = out(_) address, options(pure, nomem)
-    );
-    by_value::<u32>(address)
 }
 
 #[cfg(test)]

@@ -3,9 +3,10 @@
 //! The query gradient has queries along the rows of a block, the key and value gradients have keys
 //! there: `transposed`. Either way the sums of a product are what the next one is weighted by.
 
-use super::blueprint::Config;
+use super::config::Config;
 use super::fragment::{Accumulator, Pair};
-use super::softmax::{Position, natural_unit, power, read_apart, rounded_score, visible_score};
+use super::scores::{Position, read_apart, rounded_score, visible_score};
+use super::softmax::{natural_unit, power};
 use crate::schedule::Geometry;
 use crate::score::{counted_from, counts, is_visible, score_row, uncap};
 use crate::unit::lane;

@@ -4,7 +4,7 @@
 //! hidden scores, its staged rows are looked through once; a row that is not finite is set to 0 in
 //! shared memory, and added from global memory to those results alone whose weight is not 0.
 
-use super::blueprint::Config;
+use super::config::Config;
 use super::fragment::{Accumulator, Chunk, Pair, chunks, pitch};
 use super::softmax::{exponent, power};
 use super::split::hold_loads;
@@ -212,4 +212,33 @@ fn has_non_finite<E: Float>(chunk: Chunk<E>, #[comptime] exponent: u32) -> bool 
         }
     }
     found
+}
+
+/// Whether a chunk of a tile that is the unit's to look at holds what is not finite, of 16-bit numbers. In
+/// fewer operations than [`has_non_finite`], for no row is told from another and all bits of `exponent` are
+/// those of infinity.
+#[cube]
+pub(crate) fn finds_non_finite<E: Float>(
+    tile: &Shared<[Chunk<E>]>,
+    slot: usize,
+    #[comptime] exponent: u32,
+    #[comptime] staging: Staging,
+) -> bool {
+    let width = comptime!(chunks(staging.dim));
+    // Exponent bits that are all set carry into the bit above them, which is the sign's and was cleared.
+    let carry = comptime!(0x8000_8000 - exponent);
+    let mut carried = 0u32;
+    #[unroll]
+    for n in 0..comptime!(staging.steps()) {
+        let index = n * staging.units + unit(staging.crowded) as usize;
+        if comptime!((n + 1) * staging.units <= staging.chunks()) || index < staging.chunks() {
+            let at = slot + index / width * comptime!(pitch(staging.dim)) + index % width;
+            let words = Vector::<u32, Const<4>>::reinterpret(tile[at]);
+            #[unroll]
+            for e in 0..4usize {
+                carried |= (words.extract(e) & exponent) + carry;
+            }
+        }
+    }
+    carried & 0x8000_8000 != 0
 }

@@ -1,13 +1,15 @@
 //! Allocation and launches of the register-fragment kernels.
 
-use super::blueprint::{Blocks, Blueprint, Config, staged_as};
+use super::blueprint::{Blocks, Blueprint};
+use super::config::Config;
 use super::forward::forward_kernel;
 use super::key_value_gradient::{Sides, key_value_gradient_kernel};
 use super::launch_one_pass::one_pass;
+use super::memory::staged_as;
 use super::query_gradient::query_gradient_kernel;
 use crate::device::elem_type;
 use crate::operands::{
-    Gradients, Operands, address_type, broadcast_bias, broadcast_mask, cube_count, geometry,
+    Gradients, Operands, Outputs, ScoreOperands, address_type, bias_elements, cube_count, geometry,
     in_vectors, optional,
 };
 use crate::portable::{self, Tile};
@@ -37,7 +39,7 @@ pub fn attention_forward(
     let launch = Launch::new(client, problem, blueprint, &operands, None);
     let blocks = blueprint.forward;
     let cubes = problem.seq_q.div_ceil(blocks.owned()) * problem.batch * problem.heads;
-    let (mask, mask_element) = broadcast_mask(operands.mask);
+    let scores = ScoreOperands::of(&operands);
     // SAFETY: the kernel reads rows and positions of the problem only, through the operands'
     // strides, and writes each element of the two packed outputs allocated above once.
     unsafe {
@@ -50,63 +52,44 @@ pub fn attention_forward(
             launch.tensor(operands.query),
             launch.tensor(operands.key),
             launch.tensor(operands.value),
-            optional(&mask),
-            optional(&broadcast_bias(operands.bias)),
+            optional(&scores.mask),
+            optional(&scores.bias),
             launch.buffer(output.clone(), rows * problem.value_dim),
             BufferArg::from_raw_parts(statistics.clone(), 2 * rows),
             launch.geometry(),
             launch.config(blocks.read_in(launch.vector)),
             launch.element,
             elem_type(problem.dtype),
-            mask_element,
+            scores.mask_element,
         );
     }
     (output, statistics)
 }
 
-/// The wanted gradients. `output` and `statistics` are those of [`attention_forward`];
-/// `output_gradient` has the output's shape and any strides, `lse_gradient` is
-/// `[batch, heads, seq_q]` in `f32` with any strides.
+/// The wanted gradients. `outputs` holds what [`attention_forward`] returned.
 ///
 /// Row statistics and the gradient of the bias come from the portable kernels, in blocks of `tile`.
-#[allow(clippy::too_many_arguments)]
 pub fn attention_backward(
     client: &Client,
     problem: &Problem,
     blueprint: &Blueprint,
     tile: Tile,
     operands: Operands,
-    output: TensorBinding,
-    statistics: Handle,
-    output_gradient: TensorBinding,
-    lse_gradient: Option<TensorBinding>,
+    outputs: Outputs,
     wanted: Wanted,
 ) -> Gradients {
-    let launch = Launch::new(
-        client,
-        problem,
-        blueprint,
-        &operands,
-        Some(&output_gradient),
-    );
-    let portable = portable::Launch::new(client, problem, tile, &operands, Some(&output_gradient));
+    let output_gradient = &outputs.output_gradient;
+    let launch = Launch::new(client, problem, blueprint, &operands, Some(output_gradient));
+    let portable = portable::Launch::new(client, problem, tile, &operands, Some(output_gradient));
     let rows = problem.lse_shape().iter().product::<usize>();
     let keys = problem.batch * problem.kv_heads * problem.seq_kv;
-    let bias_elements = problem.bias.unwrap_or([0; 4]).iter().product::<usize>();
-    let float = problem.dtype.size();
-    let allocate = |wanted: bool, elements: usize| wanted.then(|| client.empty(elements * float));
-    let gradients = Gradients {
-        query: allocate(wanted.query, rows * problem.head_dim),
-        key: allocate(wanted.key, keys * problem.head_dim),
-        value: allocate(wanted.value, keys * problem.value_dim),
-        bias: allocate(wanted.bias, bias_elements),
-    };
-    let row_statistics =
-        portable.row_statistics(output, statistics, &output_gradient, &lse_gradient);
+    let gradients = Gradients::allocate(client, problem, wanted);
+    let row_statistics = portable.row_statistics(&outputs);
     let backward = Backward {
         launch: &launch,
         operands: &operands,
-        output_gradient: &output_gradient,
+        scores: ScoreOperands::of(&operands),
+        output_gradient,
         row_statistics: &row_statistics,
         rows,
     };
@@ -140,7 +123,8 @@ pub fn attention_backward(
             }
         }
     }
-    if let Some(gradient) = gradients.bias.clone().filter(|_| bias_elements > 0) {
+    let bias = gradients.bias.clone();
+    if let Some(gradient) = bias.filter(|_| bias_elements(problem) > 0) {
         let bound = portable.bind(operands, false);
         portable.bias_gradient(bound, output_gradient, row_statistics, gradient);
     }
@@ -151,6 +135,7 @@ pub fn attention_backward(
 pub(super) struct Backward<'a> {
     pub launch: &'a Launch<'a>,
     pub operands: &'a Operands,
+    pub scores: ScoreOperands,
     pub output_gradient: &'a TensorBinding,
     pub row_statistics: &'a Handle,
     /// Rows of the query in all heads.
@@ -163,7 +148,6 @@ impl Backward<'_> {
         let blocks = launch.blueprint.query_gradient;
         let cubes = problem.seq_q.div_ceil(blocks.owned()) * problem.batch * problem.heads;
         let operands = self.operands.clone();
-        let (mask, mask_element) = broadcast_mask(operands.mask);
         // SAFETY: as in `attention_forward`; each element of the packed gradient is written once.
         unsafe {
             query_gradient_kernel::launch_unchecked(
@@ -175,8 +159,8 @@ impl Backward<'_> {
                 launch.tensor(operands.query),
                 launch.tensor(operands.key),
                 launch.tensor(operands.value),
-                optional(&mask),
-                optional(&broadcast_bias(operands.bias)),
+                optional(&self.scores.mask),
+                optional(&self.scores.bias),
                 launch.tensor(self.output_gradient.clone()),
                 BufferArg::from_raw_parts(self.row_statistics.clone(), 3 * self.rows),
                 launch.buffer(gradient, self.rows * problem.head_dim),
@@ -184,7 +168,7 @@ impl Backward<'_> {
                 launch.config(blocks.read_in(launch.vector)),
                 launch.element,
                 elem_type(problem.dtype),
-                mask_element,
+                self.scores.mask_element,
             );
         }
     }
@@ -195,7 +179,6 @@ impl Backward<'_> {
         let heads = problem.batch * problem.kv_heads;
         let cubes = problem.seq_kv.div_ceil(blocks.owned()) * heads;
         let operands = self.operands.clone();
-        let (mask, mask_element) = broadcast_mask(operands.mask);
         let bytes = problem.dtype.size();
         // A side that is not asked for is not written: one vector stands for it.
         let buffer = |handle: Option<Handle>, features: usize| match handle {
@@ -215,8 +198,8 @@ impl Backward<'_> {
                 launch.tensor(operands.query),
                 launch.tensor(operands.key),
                 launch.tensor(operands.value),
-                optional(&mask),
-                optional(&broadcast_bias(operands.bias)),
+                optional(&self.scores.mask),
+                optional(&self.scores.bias),
                 launch.tensor(self.output_gradient.clone()),
                 BufferArg::from_raw_parts(self.row_statistics.clone(), 3 * self.rows),
                 launch.buffer(key, key_elements),
@@ -226,7 +209,7 @@ impl Backward<'_> {
                 launch.config(blocks.read_in(launch.vector)),
                 launch.element,
                 elem_type(problem.dtype),
-                mask_element,
+                self.scores.mask_element,
             );
         }
     }

@@ -5,7 +5,7 @@ use super::one_pass::one_pass_kernel;
 use super::one_pass_blueprint::OnePass;
 use super::query_sums::{clear_sums_kernel, query_rows_kernel};
 use crate::device::elem_type;
-use crate::operands::{CACHED, broadcast_bias, broadcast_mask, cube_count, optional};
+use crate::operands::{CACHED, cube_count, optional};
 use cubecl::ir::AddressType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -44,7 +44,7 @@ pub(super) fn one_pass(backward: &Backward, one_pass: OnePass, gradients: [&Hand
     }
     let cubes = problem.seq_kv.div_ceil(one_pass.owned()) * heads;
     let operands = backward.operands.clone();
-    let (mask, mask_element) = broadcast_mask(operands.mask);
+    let scores = &backward.scores;
     let key_elements = heads * problem.seq_kv * problem.head_dim;
     let value_elements = heads * problem.seq_kv * problem.value_dim;
     // SAFETY: the kernel reads rows and positions of the problem only, through the operands' strides;
@@ -60,8 +60,8 @@ pub(super) fn one_pass(backward: &Backward, one_pass: OnePass, gradients: [&Hand
             launch.tensor(operands.query),
             launch.tensor(operands.key),
             launch.tensor(operands.value),
-            optional(&mask),
-            optional(&broadcast_bias(operands.bias)),
+            optional(&scores.mask),
+            optional(&scores.bias),
             launch.tensor(backward.output_gradient.clone()),
             BufferArg::from_raw_parts(backward.row_statistics.clone(), 3 * backward.rows),
             BufferArg::from_raw_parts(key.clone(), key_elements),
@@ -74,7 +74,7 @@ pub(super) fn one_pass(backward: &Backward, one_pass: OnePass, gradients: [&Hand
             launch.config(one_pass.blocks()),
             launch.element,
             elem_type(problem.dtype),
-            mask_element,
+            scores.mask_element,
         );
     }
     // A unit takes 16 numbers.

@@ -1,8 +1,10 @@
 //! The register-fragment kernels as the test `machine_code` reads them.
 
-use super::blueprint::{Blocks, Blueprint, Config, plan, staged_as};
+use super::blueprint::{Blocks, Blueprint, plan};
+use super::config::Config;
 use super::forward::forward_kernel;
 use super::key_value_gradient::{Sides, key_value_gradient_kernel};
+use super::memory::staged_as;
 use super::one_pass::one_pass_kernel;
 use super::one_pass_blueprint::OnePass;
 use super::query_gradient::query_gradient_kernel;
@@ -130,7 +132,7 @@ impl Kernel {
             Kernel::KeyValueGradient(Sides::VALUE) => "value gradient",
             Kernel::KeyValueGradient(_) => "key value gradient",
         };
-        let copies = match (config.asynchronous, config.vector) {
+        let copies = match (config.assembly, config.vector) {
             (false, _) => " plain",
             (true, 8) => "",
             (true, _) => " strided",
@@ -156,6 +158,8 @@ impl Kernel {
     }
 }
 
+// Arguments that leave no trace in a kernel's code are units.
+#[allow(clippy::unit_arg)]
 fn one_pass_specimen(
     one_pass: OnePass,
     config: Config,
@@ -171,7 +175,7 @@ fn one_pass_specimen(
         one_pass.warps,
         one_pass.walked,
         one_pass.stages,
-        if config.asynchronous { "" } else { " plain" },
+        if config.assembly { "" } else { " plain" },
         options.suffix(),
     );
     Specimen::new(name, move |offline| {

@@ -33,7 +33,7 @@
 //!
 //! Together they take seven products. Where all three gradients are wanted of 16-bit operands, one pass
 //! with five serves most heads (`one_pass.rs`): cubes own keys, and add to the query's gradient in global
-//! memory. They do so in a fixed order (`turns.rs`): every result is reproducible bit for bit, unless the
+//! memory. They do so in a fixed order (`crate::turns`): every result is reproducible bit for bit, unless the
 //! call permits any order.
 //!
 //! `f32` operands go through the same kernels in three parts each, which `split.rs` explains, by the
@@ -46,29 +46,43 @@
 
 mod apart;
 mod blueprint;
+mod config;
+mod decline;
 mod forward;
 mod fragment;
 mod gradient;
 mod hidden;
+mod instructions;
 mod key_value_gradient;
 mod launch;
 mod launch_one_pass;
 #[cfg(feature = "machine-code")]
 mod machine_code;
+mod memory;
 mod one_pass;
 mod one_pass_blueprint;
+mod one_pass_end;
+mod one_pass_shared;
 mod one_pass_step;
+mod one_pass_tiles;
 mod one_pass_walk;
+mod products;
+mod queries;
 mod query_gradient;
 mod query_sums;
+mod rows;
+mod scores;
 mod softmax;
 mod split;
+mod split_products;
 mod stage;
+mod tables;
 mod tf32;
 mod turns;
 mod weights;
 
-pub use blueprint::{Blocks, Blueprint, Decline, forward_variants, plan};
+pub use blueprint::{Blocks, Blueprint, forward_variants, plan};
+pub use decline::Decline;
 pub use launch::{attention_backward, attention_forward};
 #[cfg(feature = "machine-code")]
 pub(crate) use machine_code::specimens;

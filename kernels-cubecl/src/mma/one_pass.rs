@@ -24,21 +24,25 @@
 //! A hidden row that is not finite must not meet a weight of 0 in a product. Blocks with hidden scores are
 //! looked through, and where there is such a row their sums are formed row by row.
 
-use super::blueprint::Config;
-use super::forward::store_rows;
-use super::fragment::{Accumulator, Chunk, as_weights, further, zeros};
-use super::gradient::{load_statistics, scale_all, store_statistics};
-use super::one_pass_blueprint::{KEYS, OnePass};
-use super::one_pass_step::{ROW_TILES, Step, add_other_parts, add_own_part, query_tile, tiles};
+use super::config::Config;
+use super::fragment::zeros;
+use super::gradient::{load_statistics, store_statistics};
+use super::hidden::finds_non_finite;
+use super::one_pass_blueprint::OnePass;
+use super::one_pass_end::store_gradients;
+use super::one_pass_shared::{add_other_parts, query_tile};
+use super::one_pass_step::add_own_part;
+use super::one_pass_tiles::{ROW_TILES, Step, slots, tiles};
 use super::one_pass_walk::{
-    BATCH, BATCH_HEAD, COUNTER, FIRST_HEAD, FIRST_KV, KEYS_CAREFUL, LAST_OF_HEAD, NOTES, NUMBER,
-    PER_HEAD, SEEN, STEP_CAREFUL, STEPS, step_again, walked,
+    BATCH, BATCH_HEAD, COUNTER, FIRST_HEAD, FIRST_KV, KEYS_CAREFUL, LAST_OF_HEAD, NOTES, PER_HEAD,
+    SEEN, STEP_CAREFUL, STEPS, draw_number, step_again, walked,
 };
+use super::queries::{issue_queries, land_queries, pending, stage_first_queries};
 use super::query_sums::add_to_sums;
-use super::stage::{await_copies, issue, land, rows_of, stage_first};
-use super::turns::{fence, pass_turn, turn_at, wait_turn};
-use super::weights::{along_weights, finds_non_finite, store_weights};
-use crate::schedule::{Geometry, queries_of_block, wholly_visible};
+use super::stage::{await_copies, rows_of, stage_first};
+use super::turns::{fence, pass_turn, wait_turn};
+use crate::schedule::{Geometry, Seat, queries_of_block, wholly_visible};
+use crate::turns::turn_at;
 use crate::unit::unit;
 use cubecl::prelude::*;
 
@@ -74,8 +78,6 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     let block_q = one_pass.walked;
     let key_columns = comptime!(config.head_dim / one_pass.sides / 8);
     let value_columns = comptime!(config.value_dim / one_pass.sides / 8);
-    let query_slot = comptime!(block_q * config.pitch(config.head_dim));
-    let gradient_slot = comptime!(block_q * config.pitch(config.value_dim));
     // Tiles of a warp's part of the query gradient.
     let (query_row_tiles, query_features) = comptime!(one_pass.query_tile(config.head_dim));
     let tile_columns = comptime!(query_row_tiles * query_features / 8);
@@ -89,29 +91,14 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
     let query_blocks = (geometry.seq_q as usize).div_ceil(block_q);
     let heads = geometry.batch * kv_heads;
     let mut notes = Shared::<[u32]>::new_slice(NOTES);
-    if UNIT_POS < 4 {
-        let mut note = 0u32;
-        if comptime!(ordered) {
-            if UNIT_POS == 0 {
-                note = turns[geometry.batch * geometry.heads * query_blocks].fetch_add(1u32);
-            }
-        }
-        notes[UNIT_POS as usize] = note;
-    }
-    sync_cube();
-    let mut number = CUBE_POS;
-    if comptime!(ordered) {
-        number = notes[NUMBER] as usize;
-    }
+    let number = draw_number(&mut notes, turns, query_blocks, &geometry, ordered);
     if number >= blocks * heads {
         terminate!();
     }
     // Heads in sections, the first block of keys first, for the most queries see it.
-    let first_head = number / (blocks * section) * section;
-    let width = select(heads - first_head < section, heads - first_head, section);
-    let place = number - first_head * blocks;
-    let batch_head = first_head + place % width;
-    let first_kv = (place / width * block_kv) as i32;
+    let seat = Seat::of(number, blocks, heads, section);
+    let batch_head = seat.batch_head;
+    let first_kv = (seat.block() * block_kv) as i32;
     if UNIT_POS == 0 {
         notes[BATCH_HEAD] = batch_head as u32;
         notes[FIRST_KV] = first_kv as u32;
@@ -123,31 +110,11 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
 
     let mut tiles = tiles::<E>(one_pass, config);
 
-    let key_staging = comptime!(
-        config
-            .staging(block_kv, config.head_dim)
-            .crowded(config.assembly)
-    );
-    let value_staging = comptime!(
-        config
-            .staging(block_kv, config.value_dim)
-            .crowded(config.assembly)
-    );
-    let query_staging = comptime!(
-        config
-            .staging(block_q, config.head_dim)
-            .crowded(config.assembly)
-    );
-    let gradient_staging = comptime!(
-        config
-            .staging(block_q, config.value_dim)
-            .crowded(config.assembly)
-    );
-    let asynchronous = comptime!(query_staging.asynchronous);
-    // Without asynchronous copies the next rows wait in registers once weights have left them.
-    let late = comptime!(!asynchronous);
-    let mut pending_query = Array::<Chunk<E>>::new(comptime!(query_staging.pending()));
-    let mut pending_gradient = Array::<Chunk<E>>::new(comptime!(gradient_staging.pending()));
+    let key_staging = comptime!(one_pass.staging(&config, block_kv, config.head_dim));
+    let value_staging = comptime!(one_pass.staging(&config, block_kv, config.value_dim));
+    let staging = comptime!(one_pass.query_staging(&config));
+    let asynchronous = comptime!(staging.query.asynchronous);
+    let mut pending = pending::<E>(staging);
 
     // The blocks of queries that see some key of the block through the band, in every head of the group.
     let visible = queries_of_block(&geometry, first_kv, block_kv, true);
@@ -169,7 +136,7 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         key_rows,
         first_kv,
         &mut tiles.keys,
-        &mut pending_query,
+        &mut pending.query,
         key_staging,
     );
     stage_first(
@@ -177,48 +144,23 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         value_rows,
         first_kv,
         &mut tiles.values,
-        &mut pending_query,
+        &mut pending.query,
         value_staging,
     );
     if steps > 0 {
-        let own = UNIT_POS as usize;
-        let mut pending_statistics = Array::<f32>::new(3usize);
-        let head = kv_head * geometry.group;
-        let first_query = (last_of_head * block_q) as i32;
-        stage_first(
+        stage_first_queries(
             query,
-            rows_of(query, batch, head, geometry.seq_q),
-            first_query,
-            &mut tiles.queries,
-            &mut pending_query,
-            query_staging,
-        );
-        stage_first(
             output_gradient,
-            rows_of(output_gradient, batch, head, geometry.seq_q),
-            first_query,
-            &mut tiles.gradients,
-            &mut pending_gradient,
-            gradient_staging,
-        );
-        load_statistics(
             row_statistics,
-            &mut pending_statistics,
             batch,
-            head,
-            first_query + own as i32,
+            kv_head,
+            last_of_head,
+            &mut tiles,
+            &mut pending,
             &geometry,
+            staging,
             config,
         );
-        if own < block_q {
-            store_statistics(
-                &pending_statistics,
-                &mut tiles.statistics,
-                0usize,
-                own,
-                block_q,
-            );
-        }
     }
     await_copies(key_staging);
     sync_cube();
@@ -237,29 +179,23 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         let next = walked(&notes, step + 1, &geometry, block_q);
         let stage = step as usize % stages;
         let other = (stage + 1) % stages;
-        let at_query = stage * query_slot;
-        let at_gradient = stage * gradient_slot;
+        let at = slots(stage, one_pass, config);
         let flag = STEP_CAREFUL + step as usize % 2;
 
         if goes_on {
             if comptime!(asynchronous && stages == 2) {
-                issue(
+                issue_queries(
                     query,
-                    rows_of(query, next.batch, next.head, geometry.seq_q),
+                    output_gradient,
+                    next.batch,
+                    next.head,
                     next.first_query,
                     &mut tiles.queries,
-                    other * query_slot,
-                    &mut pending_query,
-                    query_staging,
-                );
-                issue(
-                    output_gradient,
-                    rows_of(output_gradient, next.batch, next.head, geometry.seq_q),
-                    next.first_query,
                     &mut tiles.gradients,
-                    other * gradient_slot,
-                    &mut pending_gradient,
-                    gradient_staging,
+                    other,
+                    &mut pending,
+                    &geometry,
+                    staging,
                 );
             }
         }
@@ -286,8 +222,8 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         let mut careful = false;
         if edge {
             let exponent = comptime!(config.exponent());
-            let found = finds_non_finite(&tiles.queries, at_query, exponent, query_staging)
-                || finds_non_finite(&tiles.gradients, at_gradient, exponent, gradient_staging);
+            let found = finds_non_finite(&tiles.queries, at.query, exponent, staging.query)
+                || finds_non_finite(&tiles.gradients, at.gradient, exponent, staging.gradient);
             if found {
                 notes[flag] = 1u32;
             }
@@ -300,9 +236,6 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             head: now.head,
             first_query: now.first_query,
             first_kv,
-            at_query,
-            at_gradient,
-            at_statistics: stage * comptime!(3 * block_q),
             stage: stage as u32,
             edge,
             careful,
@@ -346,16 +279,9 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         if comptime!(ordered) {
             if own == 0 {
                 let first_kv = notes[FIRST_KV] as i32;
-                let turn = turn_at(
-                    now.counter,
-                    now.first_query,
-                    first_kv,
-                    &geometry,
-                    block_q,
-                    block_kv,
-                );
-                if comptime!(!fenced) || notes[SEEN] != turn.count {
-                    wait_turn(turns, turn);
+                let turn = turn_at(now.first_query, first_kv, &geometry, block_q, block_kv);
+                if comptime!(!fenced) || notes[SEEN] != turn {
+                    wait_turn(turns, now.counter, turn);
                     if comptime!(fenced) {
                         fence();
                     }
@@ -383,24 +309,20 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             config,
         );
         if goes_on {
-            if comptime!(late && stages == 2) {
-                issue(
+            // Without asynchronous copies the next rows wait in registers once weights have left them.
+            if comptime!(!asynchronous && stages == 2) {
+                issue_queries(
                     query,
-                    rows_of(query, next.batch, next.head, geometry.seq_q),
+                    output_gradient,
+                    next.batch,
+                    next.head,
                     next.first_query,
                     &mut tiles.queries,
-                    other * query_slot,
-                    &mut pending_query,
-                    query_staging,
-                );
-                issue(
-                    output_gradient,
-                    rows_of(output_gradient, next.batch, next.head, geometry.seq_q),
-                    next.first_query,
                     &mut tiles.gradients,
-                    other * gradient_slot,
-                    &mut pending_gradient,
-                    gradient_staging,
+                    other,
+                    &mut pending,
+                    &geometry,
+                    staging,
                 );
             }
         }
@@ -410,18 +332,17 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
             head: now.head,
             first_query: now.first_query,
             first_kv: notes[FIRST_KV] as i32,
-            at_query: stage * query_slot,
-            at_gradient: stage * gradient_slot,
-            at_statistics: stage * comptime!(3 * block_q),
             stage: stage as u32,
             edge,
             careful,
         };
+        let at = slots(stage, one_pass, config);
         add_other_parts(
             &tiles,
             &mut key_sums,
             &mut value_sums,
             current,
+            at,
             one_pass,
             config,
         );
@@ -447,42 +368,32 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         }
         if goes_on {
             if comptime!(stages == 1) {
-                issue(
+                issue_queries(
                     query,
-                    rows_of(query, next.batch, next.head, geometry.seq_q),
+                    output_gradient,
+                    next.batch,
+                    next.head,
                     next.first_query,
                     &mut tiles.queries,
-                    0usize,
-                    &mut pending_query,
-                    query_staging,
-                );
-                issue(
-                    output_gradient,
-                    rows_of(output_gradient, next.batch, next.head, geometry.seq_q),
-                    next.first_query,
                     &mut tiles.gradients,
                     0usize,
-                    &mut pending_gradient,
-                    gradient_staging,
+                    &mut pending,
+                    &geometry,
+                    staging,
                 );
             }
-            land(
+            land_queries(
                 query,
-                rows_of(query, next.batch, next.head, geometry.seq_q),
+                output_gradient,
+                next.batch,
+                next.head,
                 next.first_query,
                 &mut tiles.queries,
-                other * query_slot,
-                &pending_query,
-                query_staging,
-            );
-            land(
-                output_gradient,
-                rows_of(output_gradient, next.batch, next.head, geometry.seq_q),
-                next.first_query,
                 &mut tiles.gradients,
-                other * gradient_slot,
-                &pending_gradient,
-                gradient_staging,
+                other,
+                &pending,
+                &geometry,
+                staging,
             );
         }
         if own < block_q {
@@ -511,82 +422,15 @@ pub(crate) fn one_pass_kernel<E: Float, B: Float, M: Int, N: Size>(
         }
     }
 
-    // Every warp is done with keys and values; their places are for the gradients.
-    sync_cube();
-    scale_all(
+    store_gradients::<E, N>(
+        &mut tiles,
         &mut key_sums,
-        geometry.scale,
-        comptime!(ROW_TILES * key_columns),
-    );
-    share_sums(
-        &mut tiles.keys,
-        &key_sums,
-        config.head_dim,
-        one_pass,
-        config,
-    );
-    share_sums(
-        &mut tiles.values,
-        &value_sums,
-        config.value_dim,
-        one_pass,
-        config,
-    );
-    sync_cube();
-    let first_row = notes[BATCH_HEAD] as usize * geometry.seq_kv as usize;
-    let first_kv = notes[FIRST_KV] as i32;
-    store_rows::<E, N>(
-        &tiles.keys,
+        &mut value_sums,
+        &notes,
         key_gradient,
-        first_row,
-        first_kv,
-        geometry.seq_kv,
-        block_kv,
-        config.head_dim,
-        config,
-    );
-    store_rows::<E, N>(
-        &tiles.values,
         value_gradient,
-        first_row,
-        first_kv,
-        geometry.seq_kv,
-        block_kv,
-        config.value_dim,
+        &geometry,
+        one_pass,
         config,
-    );
-}
-
-/// Writes a warp's sums, of its part of `dim` features, to a shared tile.
-#[cube]
-fn share_sums<E: Float>(
-    tile: &mut Shared<[Chunk<E>]>,
-    sums: &Sequence<Accumulator>,
-    #[comptime] dim: usize,
-    #[comptime] one_pass: OnePass,
-    #[comptime] config: Config,
-) {
-    let instructions = comptime!(config.instructions());
-    let columns = comptime!(dim / one_pass.sides / 8);
-    let own = unit(config.assembly) as usize;
-    let side = own / 32 % one_pass.sides;
-    let row = own / comptime!(32 * one_pass.sides) * KEYS;
-    let place = along_weights(
-        &*tile,
-        row,
-        config.pitch(dim),
-        one_pass.wide,
-        config.assembly,
-        instructions,
-    );
-    store_weights(
-        tile,
-        further(place, side * columns),
-        &as_weights::<E>(sums, ROW_TILES, columns, instructions),
-        ROW_TILES,
-        columns,
-        config.pitch(dim),
-        one_pass.wide,
-        instructions,
     );
 }

@@ -1,8 +1,11 @@
 //! Whether all gradients come from one pass over the scores, and how its warps divide a cube's work.
 
 use super::blueprint::Blocks;
+use super::config::Config;
 use super::fragment::pitch;
 use super::one_pass_walk::NOTES;
+use super::queries::QueryStaging;
+use super::stage::Staging;
 use crate::device::Device;
 use flash_attention_spec::{Dtype, Problem, Summation};
 
@@ -57,6 +60,21 @@ impl OnePass {
             stages: self.stages,
             prefetch: self.stages == 2,
             apart: false,
+        }
+    }
+
+    /// Staging of `rows` rows of `dim` features.
+    pub(crate) const fn staging(&self, config: &Config, rows: usize, dim: usize) -> Staging {
+        config.staging(rows, dim).crowded(config.assembly)
+    }
+
+    /// Staging of walked queries and their output gradients.
+    pub(crate) const fn query_staging(&self, config: &Config) -> QueryStaging {
+        QueryStaging {
+            query: self.staging(config, self.walked, config.head_dim),
+            gradient: self.staging(config, self.walked, config.value_dim),
+            query_slot: self.walked * config.pitch(config.head_dim),
+            gradient_slot: self.walked * config.pitch(config.value_dim),
         }
     }
 

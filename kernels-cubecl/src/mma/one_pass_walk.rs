@@ -3,12 +3,12 @@
 //! Sums and scores fill the registers. What is the same in all steps waits in shared memory, in a list of
 //! notes, and what follows from the number of the step is found out where it is needed.
 
-use super::fragment::by_value;
+use super::instructions::by_value;
 use crate::schedule::Geometry;
 use cubecl::prelude::*;
 
 /// The cube's number.
-pub(crate) const NUMBER: usize = 0;
+const NUMBER: usize = 0;
 /// Whether there are keys that are not finite.
 pub(crate) const KEYS_CAREFUL: usize = 1;
 /// Whether there are queries and output gradients of even, and of odd steps that are not finite.
@@ -29,6 +29,34 @@ pub(crate) const BATCH: usize = 11;
 pub(crate) const FIRST_HEAD: usize = 12;
 /// Numbers of the list.
 pub(crate) const NOTES: usize = 13;
+
+/// The cube's number; where additions are `ordered` it draws one, from the counter behind those of
+/// `query_blocks` of each head. Its notes so far are 0 but for that.
+#[cube]
+#[allow(clippy::collapsible_if)]
+pub(crate) fn draw_number(
+    notes: &mut Shared<[u32]>,
+    turns: &[Atomic<u32>],
+    query_blocks: usize,
+    geometry: &Geometry,
+    #[comptime] ordered: bool,
+) -> usize {
+    if UNIT_POS < 4 {
+        let mut note = 0u32;
+        if comptime!(ordered) {
+            if UNIT_POS == 0 {
+                note = turns[geometry.batch * geometry.heads * query_blocks].fetch_add(1u32);
+            }
+        }
+        notes[UNIT_POS as usize] = note;
+    }
+    sync_cube();
+    let mut number = CUBE_POS;
+    if comptime!(ordered) {
+        number = notes[NUMBER] as usize;
+    }
+    number
+}
 
 /// A step's block of queries.
 #[derive(CubeType, Clone, Copy)]

@@ -1,18 +1,18 @@
 //! The query gradient: one cube for each block of queries, `dQ = scale * sum over keys of dT K`.
 
 use super::apart::{pair_up, take_apart};
-use super::blueprint::Config;
-use super::forward::{share_rows, store_rows};
+use super::config::Config;
 use super::fragment::{
-    Chunk, Side, along_columns, along_rows, along_sums, as_weights, dot_products, further,
-    place_again, weighted_sum, zeros,
+    Chunk, Side, along_columns, along_rows, along_sums, further, place_again, zeros,
 };
 use super::gradient::{
     Block, keep_dots, load_statistics, rebuild_probabilities, scale_all, score_gradients,
     store_statistics,
 };
 use super::hidden::{add_flagged_rows, clear_flagged_rows, flag_rows, lower_flags, row_flags};
-use super::softmax::Position;
+use super::products::{as_weights, dot_products, weighted_sum};
+use super::rows::{share_rows, store_rows};
+use super::scores::Position;
 use super::stage::{await_copies, issue, land, round_first, rows_of, stage_first};
 use crate::schedule::{Geometry, keys_of_block, wholly_visible};
 use cubecl::prelude::*;

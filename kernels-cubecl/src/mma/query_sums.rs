@@ -1,9 +1,10 @@
 //! The query gradient on its way through global memory: sums of `f32` that every cube of a head adds to,
 //! in the order in which warps hold them, and rows of the operands' type in the end.
 
-use super::blueprint::Config;
+use super::config::Config;
+use super::fragment::Accumulator;
 use super::fragment::Pair;
-use super::fragment::{Accumulator, by_value, round_pair};
+use super::instructions::{by_value, round_pair};
 use super::one_pass_blueprint::OnePass;
 use crate::schedule::Geometry;
 use cubecl::prelude::*;

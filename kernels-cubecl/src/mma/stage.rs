@@ -7,7 +7,8 @@
 //! Where a tile of `f32` is rounded to TF32, each unit rounds the chunks that it has copied, before others
 //! read them.
 
-use super::fragment::{CHUNK, Chunk, Registers, by_value, chunks, pitch, shared_address};
+use super::fragment::{CHUNK, Chunk, Registers, chunks, pitch};
+use super::instructions::{by_value, shared_address};
 use super::tf32::{Ties, rounded_numbers};
 use crate::unit::unit;
 use cubecl::prelude::*;

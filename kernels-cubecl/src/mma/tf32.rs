@@ -16,10 +16,11 @@
 
 use super::apart::pair_of;
 use super::fragment::{
-    Accumulator, Chunk, Instructions, Pair, Place, Registers, by_value, load_block, pitch,
-    set_sums, sums_of,
+    Accumulator, Chunk, Pair, Place, Registers, load_block, pitch, set_sums, sums_of,
 };
-use super::split::{as_left, hold_loads, load_column, load_column_tile};
+use super::instructions::{Instructions, by_value};
+use super::split::{as_left, hold_loads};
+use super::split_products::{load_column, load_column_tile};
 use cubecl::prelude::*;
 
 /// Which of two TF32 numbers a number half way between them is rounded to.
@@ -67,7 +68,7 @@ pub(crate) fn as_operand(
     }
 }
 
-/// [`dot_products`](super::fragment::dot_products) of rounded operands, added to `out`.
+/// [`dot_products`](super::products::dot_products) of rounded operands, added to `out`.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn tf32_dot_products<E: Float>(
@@ -129,7 +130,7 @@ fn rounded_columns(columns: Registers, #[comptime] instructions: Instructions) -
     }
 }
 
-/// [`add_weighted_rows`](super::fragment::add_weighted_rows) of rounded operands: `rows` holds two
+/// [`add_weighted_rows`](super::products::add_weighted_rows) of rounded operands: `rows` holds two
 /// accumulators of each row tile, [`as_operand`].
 #[cube]
 pub(crate) fn add_tf32_rows(
@@ -177,7 +178,7 @@ fn add_product(tile: &mut Accumulator, left: Registers, right: Pair<u32>) {
 #[cfg(test)]
 mod tests {
     use super::super::fragment::lane_along_rows;
-    use super::super::split::lane_along_split_columns;
+    use super::super::split_products::lane_along_split_columns;
 
     /// Where a lane's registers of an `ldmatrix` come from, whose lanes address rows and chunks by `at`:
     /// row and number of each.

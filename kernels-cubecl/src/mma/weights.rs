@@ -1,12 +1,9 @@
 //! Weights of a block of scores in shared memory, keys along the rows: what one warp computes and others
 //! multiply by.
 
-use super::fragment::{
-    Accumulator, Chunk, Instructions, Pair, Place, Registers, along_rows, by_value, chunks,
-    load_block, multiply_block, pitch, place,
-};
-use super::stage::Staging;
-use crate::unit::{lane, unit};
+use super::fragment::{Accumulator, Chunk, Pair, Place, Registers, along_rows, pitch, place};
+use super::instructions::{Instructions, by_value};
+use crate::unit::lane;
 use cubecl::prelude::*;
 
 /// The lane's place where it stores fragments of weights, from row `first` on.
@@ -80,36 +77,6 @@ pub(crate) fn store_weights<E: Float>(
     }
 }
 
-/// `out += W B` for 16 rows of `b`, `first` chunks from the lane's place: the first `column_tiles` tiles
-/// of their features from there.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn add_columns<E: Float>(
-    out: &mut Sequence<Accumulator>,
-    rows: &Sequence<Registers>,
-    b: &Shared<[Chunk<E>]>,
-    b_place: Place,
-    #[comptime] first: usize,
-    #[comptime] row_tiles: usize,
-    #[comptime] column_tiles: usize,
-    #[comptime] instructions: Instructions,
-) {
-    #[unroll]
-    for n in 0..comptime!(column_tiles / 2) {
-        let columns = load_block(b, b_place, comptime!(first + 2 * n), true, instructions);
-        #[unroll]
-        for r in 0..row_tiles {
-            multiply_block::<E>(
-                out,
-                *rows.index(r),
-                columns,
-                comptime!(r * column_tiles + 2 * n),
-                instructions,
-            );
-        }
-    }
-}
-
 /// How far apart weights lie in shared memory, in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Steps {
@@ -172,31 +139,4 @@ pub(crate) fn add_row_by_row<E: Float>(
             }
         }
     }
-}
-
-/// Whether a chunk of a tile that is the unit's to look at holds what is not finite.
-#[cube]
-pub(crate) fn finds_non_finite<E: Float>(
-    tile: &Shared<[Chunk<E>]>,
-    slot: usize,
-    #[comptime] exponent: u32,
-    #[comptime] staging: Staging,
-) -> bool {
-    let width = comptime!(chunks(staging.dim));
-    // Exponent bits that are all set carry into the bit above them, which is the sign's and was cleared.
-    let carry = comptime!(0x8000_8000 - exponent);
-    let mut carried = 0u32;
-    #[unroll]
-    for n in 0..comptime!(staging.steps()) {
-        let index = n * staging.units + unit(staging.crowded) as usize;
-        if comptime!((n + 1) * staging.units <= staging.chunks()) || index < staging.chunks() {
-            let at = slot + index / width * comptime!(pitch(staging.dim)) + index % width;
-            let words = Vector::<u32, Const<4>>::reinterpret(tile[at]);
-            #[unroll]
-            for e in 0..4usize {
-                carried |= (words.extract(e) & exponent) + carry;
-            }
-        }
-    }
-    carried & 0x8000_8000 != 0
 }

@@ -147,6 +147,8 @@ fn query(
     ))
 }
 
+// Arguments that leave no trace in a kernel's code are units.
+#[allow(clippy::unit_arg)]
 fn key_value(
     offline: &mut Offline,
     config: Config,

@@ -27,6 +27,7 @@ mod gradient;
 mod iterations;
 mod key_value_gradient;
 mod launch;
+mod launch_backward;
 #[cfg(feature = "machine-code")]
 mod machine_code;
 mod pack;
@@ -40,7 +41,8 @@ mod tile;
 pub(crate) use bias_gradient::{BiasShape, BiasShapeLaunch};
 pub use blueprint::{Blueprint, plan};
 pub(crate) use launch::Launch;
-pub use launch::{attention_backward, attention_forward};
+pub use launch::attention_forward;
+pub use launch_backward::attention_backward;
 #[cfg(feature = "machine-code")]
 pub(crate) use machine_code::specimens;
 pub use tile::Tile;
