@@ -167,7 +167,7 @@ fn one_pass_specimen(
     dtype: Dtype,
 ) -> Specimen {
     let name = format!(
-        "mma one pass{} {dtype} d{}v{} {} keys of {} warps by {} stages {}{}{}",
+        "mma one pass{} {dtype} d{}v{} {} keys of {} warps by {} stages {}{}{}{}",
         if one_pass.ordered() { "" } else { " unordered" },
         config.head_dim,
         config.value_dim,
@@ -175,6 +175,7 @@ fn one_pass_specimen(
         one_pass.warps,
         one_pass.walked,
         one_pass.stages,
+        if one_pass.wide { " wide" } else { "" },
         if config.assembly { "" } else { " plain" },
         options.suffix(),
     );
