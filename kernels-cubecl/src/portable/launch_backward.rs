@@ -28,9 +28,7 @@ pub fn attention_backward(
     let rows = problem.lse_shape().iter().product::<usize>();
     let keys = problem.batch * problem.kv_heads * problem.seq_kv;
     let key_value = KeyValueGradients::allocate(client, problem, blueprint, wanted);
-    let mut others = wanted;
-    others.key = false;
-    others.value = false;
+    let others = wanted.key(false).value(false);
     let gradients = Gradients {
         key: key_value.key(),
         value: key_value.value(),
@@ -64,10 +62,7 @@ pub fn attention_backward(
             );
         }
     }
-    for part in &key_value.parts {
-        if keys == 0 {
-            break;
-        }
+    for part in key_value.parts.iter().filter(|_| keys > 0) {
         let cubes = problem.seq_kv.div_ceil(tile.block_kv()) * problem.batch * problem.kv_heads;
         // SAFETY: as above; the gradients of a part do not overlap in its buffer.
         unsafe {
